@@ -1,0 +1,1 @@
+"""The wire: what every process and language of Turnmill agrees on."""

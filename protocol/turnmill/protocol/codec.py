@@ -1,0 +1,162 @@
+"""Messages to bytes and back.
+
+An entry of a stream has the field `t` (the message's type) and `d` (its body); `v` is the protocol version and is left
+out while it is 1. The envelope is read before the body: a type or version that is not known here is a value
+(`Unreadable`), not a crash, and the caller decides what becomes of it.
+
+Bodies are JSON or MessagePack objects. The first byte tells: a JSON object begins with `{` (0x7b) or white space, a
+MessagePack map with 0x80-0x8f, 0xde or 0xdf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
+
+import msgspec
+
+from .content import Message
+from .errors import MessageTooLarge
+from .events import EVENTS, Event, EventBody
+from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, AnyMessage, Body
+from .values import pack_value, unpack_value
+
+WireFormat: TypeAlias = Literal["json", "msgpack"]
+PROTOCOL_VERSION = 1
+BODY_BYTES_MAX = 8 * 1024 * 1024
+
+TYPE_FIELD = b"t"
+BODY_FIELD = b"d"
+VERSION_FIELD = b"v"
+TIME_FIELD = b"at"
+
+_ENCODE_JSON = msgspec.json.Encoder().encode
+_ENCODE_MSGPACK = msgspec.msgpack.Encoder().encode
+T = TypeVar("T", bound="Body | EventBody")
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """An entry that is no message of ours: why, and its bytes as they came."""
+
+    type: ClassVar[str] = "unreadable"
+    reason: str
+    entry_type: str
+    body: bytes
+
+
+def encode_body(body: msgspec.Struct, wire: WireFormat = "json", bytes_max: int = BODY_BYTES_MAX) -> bytes:
+    """The bytes of a body. Raises `MessageTooLarge` above `bytes_max`."""
+    encoded = _ENCODE_JSON(body) if wire == "json" else _ENCODE_MSGPACK(body)
+    if len(encoded) > bytes_max:
+        raise MessageTooLarge(
+            f"a {getattr(body, 'type', type(body).__name__)} of {len(encoded)} bytes is above the limit of {bytes_max}: "
+            "pass large content by reference"
+        )
+    return encoded
+
+
+def is_msgpack(body: bytes) -> bool:
+    return body[:1] >= b"\x80"
+
+
+class Codec(Generic[T]):
+    """Decodes the bodies of a set of message kinds."""
+
+    def __init__(self, kinds: Iterable[type[Any]]) -> None:
+        self._json = {kind.type.encode(): msgspec.json.Decoder(kind) for kind in kinds}
+        self._msgpack = {kind.type.encode(): msgspec.msgpack.Decoder(kind) for kind in kinds}
+
+    def decode(self, kind: bytes, body: bytes) -> T | Unreadable:
+        decoders: Any = self._msgpack if body[:1] >= b"\x80" else self._json
+        decoder = decoders.get(kind)
+        if decoder is None:
+            return unreadable(f"unknown type {_printable(kind)!r}", kind, body)
+        try:
+            return cast("T", decoder.decode(body))
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            return unreadable(f"not a {_printable(kind)}: {error}", kind, body)
+
+    def decode_fields(self, fields: Mapping[bytes, bytes]) -> T | Unreadable:
+        """An entry's fields to a message; envelope first."""
+        kind, body = fields.get(TYPE_FIELD, b""), fields.get(BODY_FIELD, b"")
+        version = fields.get(VERSION_FIELD)
+        if version is not None and version != b"1":
+            return unreadable(f"protocol version {_printable(version)}, this process speaks {PROTOCOL_VERSION}", kind, body)
+        if not kind or not body:
+            return unreadable("the entry lacks the field " + ("t" if not kind else "d"), kind, body)
+        if len(body) > BODY_BYTES_MAX:
+            return unreadable(f"{len(body)} bytes are above the limit of {BODY_BYTES_MAX}", kind, body)
+        return self.decode(kind, body)
+
+
+def unreadable(reason: str, kind: bytes, body: bytes) -> Unreadable:
+    return Unreadable(reason, _printable(kind), body)
+
+
+def _printable(value: bytes) -> str:
+    return value[:64].decode("utf-8", "backslashreplace")
+
+
+MESSAGE_CODEC: Codec[Any] = Codec((*COMMANDS, *RESULTS, *FINDINGS))
+"""What the coordinator reads."""
+TASK_CODEC: Codec[Any] = Codec(TASKS)
+"""What workers read."""
+EVENT_CODEC: Codec[Any] = Codec(EVENTS)
+"""What watchers read."""
+
+_EVENT_BY_TYPE: dict[str, type[EventBody]] = {kind.type: kind for kind in EVENTS}
+_MESSAGE_BY_TYPE: dict[str, type[Body]] = {kind.type: kind for kind in (*COMMANDS, *TASKS, *RESULTS, *FINDINGS)}
+
+
+def event_to_dict(event: Event) -> dict[str, Any]:
+    """The JSON-compatible form of an event: `{"type": ..., <fields>}`; bytes as base64 where the type says bytes, and as
+    `{"$bytes": ...}` in free values."""
+    return {"type": event.type, **msgspec.to_builtins(_map_free(event, pack_value))}
+
+
+def event_from_dict(data: Mapping[str, Any]) -> Event:
+    """The event of a dict form. Raises `ValueError` for an unknown type or fields that do not fit."""
+    kind = _EVENT_BY_TYPE.get(data.get("type", ""))
+    if kind is None:
+        raise ValueError(f"unknown event type {data.get('type')!r}")
+    body = {key: value for key, value in data.items() if key != "type"}
+    return cast("Event", _map_free(msgspec.convert(body, kind), unpack_value))
+
+
+def message_to_dict(message: AnyMessage) -> dict[str, Any]:
+    return {"type": message.type, **msgspec.to_builtins(_map_free(message, pack_value))}
+
+
+def message_from_dict(data: Mapping[str, Any]) -> AnyMessage:
+    kind = _MESSAGE_BY_TYPE.get(data.get("type", ""))
+    if kind is None:
+        raise ValueError(f"unknown message type {data.get('type')!r}")
+    body = {key: value for key, value in data.items() if key != "type"}
+    return cast("AnyMessage", _map_free(msgspec.convert(body, kind), unpack_value))
+
+
+_FREE_FIELDS = frozenset({"result", "data", "arguments", "metadata", "overrides"})
+S = TypeVar("S")
+
+
+def _map_free(value: S, change: Any) -> S:
+    """A copy with `change` applied to every free-form field, whatever struct it stands in."""
+    if isinstance(value, list):
+        return cast("S", [_map_free(item, change) for item in value])
+    if not isinstance(value, msgspec.Struct):
+        return value
+    fields = {}
+    for name in value.__struct_fields__:
+        item = getattr(value, name)
+        free = name in _FREE_FIELDS and not isinstance(item, (msgspec.Struct, bytes))
+        fields[name] = change(item) if free else _map_free(item, change)
+    return cast("S", type(value)(**fields))
+
+
+_MESSAGE_JSON = msgspec.json.Decoder(Message)
+_MESSAGE_MSGPACK = msgspec.msgpack.Decoder(Message)
+
+
+def decode_message(body: bytes) -> Message:
+    """One entry of a transcript. Raises `msgspec.DecodeError` for bytes that are none."""
+    return _MESSAGE_MSGPACK.decode(body) if is_msgpack(body) else _MESSAGE_JSON.decode(body)

@@ -1,0 +1,293 @@
+"""What is published to watchers: the events of a turn's channel.
+
+The entry `0-N` of the stream `{prefix}:{<partition>}:turn:<turn id>:events` is event N: fields `t` (type), `d` (body)
+and `at` (the engine's clock in ms). Numbers are contiguous from 1 and are the resume cursor.
+
+Canonical events are written with the coordinator's commit. Live events (`LiveEvent`) may also be written by LLM
+workers while a step runs. A step whose attempt was superseded is announced by `step.reset`: what live events told of
+it before is void.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+
+from .content import ErrorInfo, Message, Termination, ToolCall, ToolResult, Usage
+
+
+class EventBody(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What all events share. `type` stands in the entry's field `t`."""
+
+    type: ClassVar[str]
+
+
+class StepSummary(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A finished step. Its messages are the entries `[first_message, end_message)` of the session's transcript.
+
+    The wire does not repeat them: `text`, `reasoning`, `tool_calls` and `tool_results` are filled in by the reader, from
+    the events before or from the transcript."""
+
+    step_number: int
+    first_message: int
+    end_message: int
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    text: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_results: list[ToolResult] = []
+
+
+class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How a turn ended. Its messages are the entries `[first_message, end_message)` of the session's transcript."""
+
+    turn_id: str
+    session_id: str
+    agent_id: str
+    status: Literal["finished", "failed", "aborted", "suspended"]
+    steps: int
+    usage: Usage
+    started_at: float
+    ended_at: float
+    first_message: int
+    end_message: int
+    termination: Termination
+    finish_reason: str | None = None
+    error: ErrorInfo | None = None
+
+
+class TurnStarted(EventBody):
+    type: ClassVar[str] = "turn.started"
+    turn_id: str
+    agent_id: str
+    session_id: str
+    messages: list[Message]
+    created_at: float
+
+
+class StepStarted(EventBody):
+    type: ClassVar[str] = "step.started"
+    step_number: int
+
+
+class TextDelta(EventBody):
+    type: ClassVar[str] = "text.delta"
+    text: str
+    step_number: int = 0
+
+
+class ReasoningDelta(EventBody):
+    """`kind`: `delta` and `summary` carry text; `signature` and `state` carry `data` that goes back to the provider."""
+
+    type: ClassVar[str] = "reasoning.delta"
+    kind: Literal["summary", "delta", "signature", "state"]
+    text: str | None = None
+    provider: str = ""
+    data: dict[str, Any] = {}
+    step_number: int = 0
+
+
+class ToolCallStarted(EventBody):
+    type: ClassVar[str] = "tool_call.started"
+    step_number: int
+    index: int
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class ToolCallDelta(EventBody):
+    type: ClassVar[str] = "tool_call.delta"
+    step_number: int
+    index: int
+    tool_call_id: str | None = None
+    name_delta: str | None = None
+    arguments_delta: str | None = None
+
+
+class ToolCallReady(EventBody):
+    type: ClassVar[str] = "tool_call.ready"
+    step_number: int
+    index: int
+    tool_call: ToolCall
+
+
+class ToolExecutionStarted(EventBody):
+    """The call was handed to its queue (again, where `attempt` is above 1)."""
+
+    type: ClassVar[str] = "tool_execution.started"
+    step_number: int
+    index: int
+    tool_call_id: str
+    name: str
+    attempt: int = 1
+
+
+class ToolExecutionWaiting(EventBody):
+    """No worker took the call so far; it fails at the tool's start timeout."""
+
+    type: ClassVar[str] = "tool_execution.waiting"
+    step_number: int
+    index: int
+    tool_call_id: str
+    name: str
+    queue: str
+
+
+class ToolExecutionProgress(EventBody):
+    type: ClassVar[str] = "tool_execution.progress"
+    step_number: int
+    index: int
+    tool_call_id: str
+    name: str
+    message: str
+    data: dict[str, Any] = {}
+
+
+class ToolExecutionFinished(EventBody):
+    """Published in order of completion; `tool_result` is None where the call was aborted."""
+
+    type: ClassVar[str] = "tool_execution.finished"
+    step_number: int
+    index: int
+    tool_call_id: str
+    name: str
+    tool_result: ToolResult | None = None
+    duration: float = 0.0
+    error: str | None = None
+    aborted: bool = False
+
+
+class ToolResultReady(EventBody):
+    """Published in call order, when all calls of the step have ended."""
+
+    type: ClassVar[str] = "tool_result"
+    step_number: int
+    index: int
+    tool_call_id: str
+    tool_result: ToolResult
+
+
+class StepRetrying(EventBody):
+    type: ClassVar[str] = "step.retrying"
+    step_number: int
+    attempt: int
+    max_attempts: int
+    delay: float
+    error: str
+
+
+class StepReset(EventBody):
+    """Attempt `attempt` starts anew: live events of this step so far are void."""
+
+    type: ClassVar[str] = "step.reset"
+    step_number: int
+    attempt: int
+
+
+class StepFinished(EventBody):
+    """The step is durable."""
+
+    type: ClassVar[str] = "step.finished"
+    step_number: int
+    step: StepSummary
+    usage: Usage | None = None
+
+
+class TurnFinished(EventBody):
+    type: ClassVar[str] = "turn.finished"
+    result: TurnSummary
+
+
+class TurnFailed(EventBody):
+    """Also the answer to a turn that was refused; `result` is None where it never started."""
+
+    type: ClassVar[str] = "turn.failed"
+    error: str
+    error_type: str
+    aborted: bool = False
+    termination: Termination | None = None
+    result: TurnSummary | None = None
+
+
+class TurnSuspended(EventBody):
+    """The turn waits for its host: `pending` are the ids of calls that no worker runs."""
+
+    type: ClassVar[str] = "turn.suspended"
+    pending: list[str]
+
+
+class TurnResumed(EventBody):
+    type: ClassVar[str] = "turn.resumed"
+    tool_call_ids: list[str] = []
+
+
+class SteeringQueued(EventBody):
+    type: ClassVar[str] = "steering.queued"
+    steering_id: str
+    message: Message
+
+
+class SteeringApplied(EventBody):
+    type: ClassVar[str] = "steering.applied"
+    steering_id: str
+    step: int
+
+
+class SteeringDropped(EventBody):
+    type: ClassVar[str] = "steering.dropped"
+    steering_id: str
+    reason: str
+
+
+class ApprovalRequested(EventBody):
+    type: ClassVar[str] = "approval.requested"
+    step_number: int
+    index: int
+    tool_call: ToolCall
+    expires_at: float | None = None
+
+
+class ApprovalDecided(EventBody):
+    type: ClassVar[str] = "approval.decided"
+    step_number: int
+    index: int
+    tool_call_id: str
+    approved: bool
+    reason: str | None = None
+
+
+LiveEvent: TypeAlias = dict[str, Any]
+"""A live event inside a result: its dict form, `{"type": ..., ...}`."""
+
+Event: TypeAlias = (
+    TurnStarted
+    | StepStarted
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStarted
+    | ToolCallDelta
+    | ToolCallReady
+    | ToolExecutionStarted
+    | ToolExecutionWaiting
+    | ToolExecutionProgress
+    | ToolExecutionFinished
+    | ToolResultReady
+    | StepRetrying
+    | StepReset
+    | StepFinished
+    | TurnFinished
+    | TurnFailed
+    | TurnSuspended
+    | TurnResumed
+    | SteeringQueued
+    | SteeringApplied
+    | SteeringDropped
+    | ApprovalRequested
+    | ApprovalDecided
+)
+
+EVENTS: tuple[type[EventBody], ...] = Event.__args__  # type: ignore[attr-defined]  # a union's members, at run time
+LIVE_EVENT_TYPES = frozenset({"text.delta", "reasoning.delta", "tool_call.started", "tool_call.delta"})
+TERMINAL_EVENT_TYPES = frozenset({"turn.finished", "turn.failed"})

@@ -1,0 +1,67 @@
+"""What every provider of models looks like to the LLM worker.
+
+A provider turns one request into a stream: live events as they come (`TextDelta`, `ReasoningDelta`, `ToolCallStarted`,
+`ToolCallDelta`), then exactly one `Completed`. Everything that goes wrong is a `ProviderError`; a stream that ends
+without `Completed` is a bug of the provider's adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from turnmill.protocol.content import ErrorInfo, Message, Usage
+from turnmill.protocol.errors import TurnmillError
+from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
+from turnmill.protocol.specs import ToolSpec
+
+
+class ProviderRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call. `model` is the name behind the provider's prefix; `tools` are what may be called, maybe none.
+
+    `turn_id`, `step_number` and `attempt` are for logs and deterministic fakes; they are not sent to the provider.
+    """
+
+    model: str
+    messages: list[Message]
+    system: str | None = None
+    tools: list[ToolSpec] = []
+    tool_choice: str | None = None
+    options: dict[str, Any] = {}
+    turn_id: str = ""
+    session_id: str = ""
+    step_number: int = 1
+    attempt: int = 1
+
+
+class Completed(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a stream: the whole assistant message (parts in the order they began), and what is known about it.
+
+    `finish_reason` is one of stop, length, tool_calls, content_filter, refusal, pause, other; calls in the message make
+    it `tool_calls` whatever the provider's word was.
+    """
+
+    message: Message
+    finish_reason: str
+    usage: Usage | None = None
+
+
+Live: TypeAlias = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta
+
+
+class ProviderError(TurnmillError):
+    """A failed model call; `info.retryable` says whether another attempt may succeed."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+class Provider(Protocol):
+    """Closing the iterator closes the connection to the provider."""
+
+    def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Completed]: ...
+
+    async def close(self) -> None: ...
