@@ -58,7 +58,7 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     error: ErrorInfo | None = None
 
 
-class TurnStarted(EventBody):
+class TurnStarted(EventBody, kw_only=True):
     type: ClassVar[str] = "turn.started"
     turn_id: str
     agent_id: str
@@ -67,18 +67,18 @@ class TurnStarted(EventBody):
     created_at: float
 
 
-class StepStarted(EventBody):
+class StepStarted(EventBody, kw_only=True):
     type: ClassVar[str] = "step.started"
     step_number: int
 
 
-class TextDelta(EventBody):
+class TextDelta(EventBody, kw_only=True):
     type: ClassVar[str] = "text.delta"
     text: str
     step_number: int = 0
 
 
-class ReasoningDelta(EventBody):
+class ReasoningDelta(EventBody, kw_only=True):
     """`kind`: `delta` and `summary` carry text; `signature` and `state` carry `data` that goes back to the provider."""
 
     type: ClassVar[str] = "reasoning.delta"
@@ -89,7 +89,7 @@ class ReasoningDelta(EventBody):
     step_number: int = 0
 
 
-class ToolCallStarted(EventBody):
+class ToolCallStarted(EventBody, kw_only=True):
     type: ClassVar[str] = "tool_call.started"
     step_number: int
     index: int
@@ -97,7 +97,7 @@ class ToolCallStarted(EventBody):
     name: str | None = None
 
 
-class ToolCallDelta(EventBody):
+class ToolCallDelta(EventBody, kw_only=True):
     type: ClassVar[str] = "tool_call.delta"
     step_number: int
     index: int
@@ -106,14 +106,14 @@ class ToolCallDelta(EventBody):
     arguments_delta: str | None = None
 
 
-class ToolCallReady(EventBody):
+class ToolCallReady(EventBody, kw_only=True):
     type: ClassVar[str] = "tool_call.ready"
     step_number: int
     index: int
     tool_call: ToolCall
 
 
-class ToolExecutionStarted(EventBody):
+class ToolExecutionStarted(EventBody, kw_only=True):
     """The call was handed to its queue (again, where `attempt` is above 1)."""
 
     type: ClassVar[str] = "tool_execution.started"
@@ -124,7 +124,7 @@ class ToolExecutionStarted(EventBody):
     attempt: int = 1
 
 
-class ToolExecutionWaiting(EventBody):
+class ToolExecutionWaiting(EventBody, kw_only=True):
     """No worker took the call so far; it fails at the tool's start timeout."""
 
     type: ClassVar[str] = "tool_execution.waiting"
@@ -135,7 +135,7 @@ class ToolExecutionWaiting(EventBody):
     queue: str
 
 
-class ToolExecutionProgress(EventBody):
+class ToolExecutionProgress(EventBody, kw_only=True):
     type: ClassVar[str] = "tool_execution.progress"
     step_number: int
     index: int
@@ -145,7 +145,7 @@ class ToolExecutionProgress(EventBody):
     data: dict[str, Any] = {}
 
 
-class ToolExecutionFinished(EventBody):
+class ToolExecutionFinished(EventBody, kw_only=True):
     """Published in order of completion; `tool_result` is None where the call was aborted."""
 
     type: ClassVar[str] = "tool_execution.finished"
@@ -159,7 +159,7 @@ class ToolExecutionFinished(EventBody):
     aborted: bool = False
 
 
-class ToolResultReady(EventBody):
+class ToolResultReady(EventBody, kw_only=True):
     """Published in call order, when all calls of the step have ended."""
 
     type: ClassVar[str] = "tool_result"
@@ -169,7 +169,7 @@ class ToolResultReady(EventBody):
     tool_result: ToolResult
 
 
-class StepRetrying(EventBody):
+class StepRetrying(EventBody, kw_only=True):
     type: ClassVar[str] = "step.retrying"
     step_number: int
     attempt: int
@@ -178,7 +178,7 @@ class StepRetrying(EventBody):
     error: str
 
 
-class StepReset(EventBody):
+class StepReset(EventBody, kw_only=True):
     """Attempt `attempt` starts anew: live events of this step so far are void."""
 
     type: ClassVar[str] = "step.reset"
@@ -186,7 +186,7 @@ class StepReset(EventBody):
     attempt: int
 
 
-class StepFinished(EventBody):
+class StepFinished(EventBody, kw_only=True):
     """The step is durable."""
 
     type: ClassVar[str] = "step.finished"
@@ -195,12 +195,12 @@ class StepFinished(EventBody):
     usage: Usage | None = None
 
 
-class TurnFinished(EventBody):
+class TurnFinished(EventBody, kw_only=True):
     type: ClassVar[str] = "turn.finished"
     result: TurnSummary
 
 
-class TurnFailed(EventBody):
+class TurnFailed(EventBody, kw_only=True):
     """Also the answer to a turn that was refused; `result` is None where it never started."""
 
     type: ClassVar[str] = "turn.failed"
@@ -211,37 +211,37 @@ class TurnFailed(EventBody):
     result: TurnSummary | None = None
 
 
-class TurnSuspended(EventBody):
+class TurnSuspended(EventBody, kw_only=True):
     """The turn waits for its host: `pending` are the ids of calls that no worker runs."""
 
     type: ClassVar[str] = "turn.suspended"
     pending: list[str]
 
 
-class TurnResumed(EventBody):
+class TurnResumed(EventBody, kw_only=True):
     type: ClassVar[str] = "turn.resumed"
     tool_call_ids: list[str] = []
 
 
-class SteeringQueued(EventBody):
+class SteeringQueued(EventBody, kw_only=True):
     type: ClassVar[str] = "steering.queued"
     steering_id: str
     message: Message
 
 
-class SteeringApplied(EventBody):
+class SteeringApplied(EventBody, kw_only=True):
     type: ClassVar[str] = "steering.applied"
     steering_id: str
     step: int
 
 
-class SteeringDropped(EventBody):
+class SteeringDropped(EventBody, kw_only=True):
     type: ClassVar[str] = "steering.dropped"
     steering_id: str
     reason: str
 
 
-class ApprovalRequested(EventBody):
+class ApprovalRequested(EventBody, kw_only=True):
     type: ClassVar[str] = "approval.requested"
     step_number: int
     index: int
@@ -249,7 +249,7 @@ class ApprovalRequested(EventBody):
     expires_at: float | None = None
 
 
-class ApprovalDecided(EventBody):
+class ApprovalDecided(EventBody, kw_only=True):
     type: ClassVar[str] = "approval.decided"
     step_number: int
     index: int
