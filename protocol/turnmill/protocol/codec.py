@@ -108,6 +108,16 @@ _EVENT_BY_TYPE: dict[str, type[EventBody]] = {kind.type: kind for kind in EVENTS
 _MESSAGE_BY_TYPE: dict[str, type[Body]] = {kind.type: kind for kind in (*COMMANDS, *TASKS, *RESULTS, *FINDINGS)}
 
 
+def event_to_wire(event: Event, wire: WireFormat = "json") -> tuple[bytes, bytes]:
+    """The fields `t` and `d` of an event whose free values may hold bytes."""
+    return event.type.encode(), encode_body(_map_free(event, pack_value), wire)
+
+
+def event_from_wire(kind: bytes, body: bytes) -> Event | Unreadable:
+    """The event of an entry's fields, bytes in free values restored."""
+    return cast("Event | Unreadable", _map_free(EVENT_CODEC.decode(kind, body), unpack_value))
+
+
 def event_to_dict(event: Event) -> dict[str, Any]:
     """The JSON-compatible form of an event: `{"type": ..., <fields>}`; bytes as base64 where the type says bytes, and as
     `{"$bytes": ...}` in free values."""

@@ -33,7 +33,7 @@ class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     name: str
     description: str = ""
-    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    schema: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "object", "properties": {}})
     queue: str = "default"
     timeout_seconds: float = 300.0
     start_timeout_seconds: float = 60.0
