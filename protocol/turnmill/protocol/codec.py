@@ -81,7 +81,9 @@ class Codec(Generic[T]):
         kind, body = fields.get(TYPE_FIELD, b""), fields.get(BODY_FIELD, b"")
         version = fields.get(VERSION_FIELD)
         if version is not None and version != b"1":
-            return unreadable(f"protocol version {_printable(version)}, this process speaks {PROTOCOL_VERSION}", kind, body)
+            return unreadable(
+                f"protocol version {_printable(version)}, this process speaks {PROTOCOL_VERSION}", kind, body
+            )
         if not kind or not body:
             return unreadable("the entry lacks the field " + ("t" if not kind else "d"), kind, body)
         if len(body) > BODY_BYTES_MAX:

@@ -1,19 +1,19 @@
 """The error tree. Every error says what happened, to what, and what the reader can do.
 
-    TurnmillError
-    ├── ConfigurationError     settings that contradict each other or the namespace; names the rule
-    ├── DefinitionError        an agent, tool or option that cannot work; raised where it is defined
-    ├── CodecError             bytes that are no message
-    │   ├── UnknownMessage     a type or version of tomorrow's peer
-    │   └── MessageTooLarge
-    ├── EngineError            Redis or Valkey
-    │   ├── EngineUnavailable  cannot be reached; a command's outcome may be unknown
-    │   └── EngineUnsuitable   too old, or set up in a way that loses work
-    ├── Superseded             this attempt was replaced: stop, and say nothing
-    └── TurnError              a turn's end, with what it had by then; raised by `Turn.result()`
-        ├── TurnFailedError
-        ├── TurnAbortedError
-        └── TurnLostError      the channel and the record are gone (expired, deleted)
+TurnmillError
+├── ConfigurationError     settings that contradict each other or the namespace; names the rule
+├── DefinitionError        an agent, tool or option that cannot work; raised where it is defined
+├── CodecError             bytes that are no message
+│   ├── UnknownMessage     a type or version of tomorrow's peer
+│   └── MessageTooLarge
+├── EngineError            Redis or Valkey
+│   ├── EngineUnavailable  cannot be reached; a command's outcome may be unknown
+│   └── EngineUnsuitable   too old, or set up in a way that loses work
+├── Superseded             this attempt was replaced: stop, and say nothing
+└── TurnError              a turn's end, with what it had by then; raised by `Turn.result()`
+    ├── TurnFailedError
+    ├── TurnAbortedError
+    └── TurnLostError      the channel and the record are gone (expired, deleted)
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class Superseded(TurnmillError):
 class TurnError(TurnmillError):
     """A turn that gave no result. `result` is what it had by then (a `TurnResult`), `termination` says why it ended."""
 
-    def __init__(self, message: str, *, turn_id: str, error_type: str, termination: Any = None, result: Any = None) -> None:
+    def __init__(
+        self, message: str, *, turn_id: str, error_type: str, termination: Any = None, result: Any = None
+    ) -> None:
         super().__init__(message)
         self.turn_id = turn_id
         self.error_type = error_type

@@ -10,7 +10,7 @@ it before is void.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -58,7 +58,7 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     error: ErrorInfo | None = None
 
 
-class TurnStarted(EventBody, kw_only=True):
+class TurnStarted(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "turn.started"
     turn_id: str
     agent_id: str
@@ -67,18 +67,18 @@ class TurnStarted(EventBody, kw_only=True):
     created_at: float
 
 
-class StepStarted(EventBody, kw_only=True):
+class StepStarted(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "step.started"
     step_number: int
 
 
-class TextDelta(EventBody, kw_only=True):
+class TextDelta(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "text.delta"
     text: str
     step_number: int = 0
 
 
-class ReasoningDelta(EventBody, kw_only=True):
+class ReasoningDelta(EventBody, frozen=True, kw_only=True):
     """`kind`: `delta` and `summary` carry text; `signature` and `state` carry `data` that goes back to the provider."""
 
     type: ClassVar[str] = "reasoning.delta"
@@ -89,7 +89,7 @@ class ReasoningDelta(EventBody, kw_only=True):
     step_number: int = 0
 
 
-class ToolCallStarted(EventBody, kw_only=True):
+class ToolCallStarted(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "tool_call.started"
     step_number: int
     index: int
@@ -97,7 +97,7 @@ class ToolCallStarted(EventBody, kw_only=True):
     name: str | None = None
 
 
-class ToolCallDelta(EventBody, kw_only=True):
+class ToolCallDelta(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "tool_call.delta"
     step_number: int
     index: int
@@ -106,14 +106,14 @@ class ToolCallDelta(EventBody, kw_only=True):
     arguments_delta: str | None = None
 
 
-class ToolCallReady(EventBody, kw_only=True):
+class ToolCallReady(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "tool_call.ready"
     step_number: int
     index: int
     tool_call: ToolCall
 
 
-class ToolExecutionStarted(EventBody, kw_only=True):
+class ToolExecutionStarted(EventBody, frozen=True, kw_only=True):
     """The call was handed to its queue (again, where `attempt` is above 1)."""
 
     type: ClassVar[str] = "tool_execution.started"
@@ -124,7 +124,7 @@ class ToolExecutionStarted(EventBody, kw_only=True):
     attempt: int = 1
 
 
-class ToolExecutionWaiting(EventBody, kw_only=True):
+class ToolExecutionWaiting(EventBody, frozen=True, kw_only=True):
     """No worker took the call so far; it fails at the tool's start timeout."""
 
     type: ClassVar[str] = "tool_execution.waiting"
@@ -135,7 +135,7 @@ class ToolExecutionWaiting(EventBody, kw_only=True):
     queue: str
 
 
-class ToolExecutionProgress(EventBody, kw_only=True):
+class ToolExecutionProgress(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "tool_execution.progress"
     step_number: int
     index: int
@@ -145,7 +145,7 @@ class ToolExecutionProgress(EventBody, kw_only=True):
     data: dict[str, Any] = {}
 
 
-class ToolExecutionFinished(EventBody, kw_only=True):
+class ToolExecutionFinished(EventBody, frozen=True, kw_only=True):
     """Published in order of completion; `tool_result` is None where the call was aborted."""
 
     type: ClassVar[str] = "tool_execution.finished"
@@ -159,7 +159,7 @@ class ToolExecutionFinished(EventBody, kw_only=True):
     aborted: bool = False
 
 
-class ToolResultReady(EventBody, kw_only=True):
+class ToolResultReady(EventBody, frozen=True, kw_only=True):
     """Published in call order, when all calls of the step have ended."""
 
     type: ClassVar[str] = "tool_result"
@@ -169,7 +169,7 @@ class ToolResultReady(EventBody, kw_only=True):
     tool_result: ToolResult
 
 
-class StepRetrying(EventBody, kw_only=True):
+class StepRetrying(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "step.retrying"
     step_number: int
     attempt: int
@@ -178,7 +178,7 @@ class StepRetrying(EventBody, kw_only=True):
     error: str
 
 
-class StepReset(EventBody, kw_only=True):
+class StepReset(EventBody, frozen=True, kw_only=True):
     """Attempt `attempt` starts anew: live events of this step so far are void."""
 
     type: ClassVar[str] = "step.reset"
@@ -186,7 +186,7 @@ class StepReset(EventBody, kw_only=True):
     attempt: int
 
 
-class StepFinished(EventBody, kw_only=True):
+class StepFinished(EventBody, frozen=True, kw_only=True):
     """The step is durable."""
 
     type: ClassVar[str] = "step.finished"
@@ -195,12 +195,12 @@ class StepFinished(EventBody, kw_only=True):
     usage: Usage | None = None
 
 
-class TurnFinished(EventBody, kw_only=True):
+class TurnFinished(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "turn.finished"
     result: TurnSummary
 
 
-class TurnFailed(EventBody, kw_only=True):
+class TurnFailed(EventBody, frozen=True, kw_only=True):
     """Also the answer to a turn that was refused; `result` is None where it never started."""
 
     type: ClassVar[str] = "turn.failed"
@@ -211,37 +211,37 @@ class TurnFailed(EventBody, kw_only=True):
     result: TurnSummary | None = None
 
 
-class TurnSuspended(EventBody, kw_only=True):
+class TurnSuspended(EventBody, frozen=True, kw_only=True):
     """The turn waits for its host: `pending` are the ids of calls that no worker runs."""
 
     type: ClassVar[str] = "turn.suspended"
     pending: list[str]
 
 
-class TurnResumed(EventBody, kw_only=True):
+class TurnResumed(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "turn.resumed"
     tool_call_ids: list[str] = []
 
 
-class SteeringQueued(EventBody, kw_only=True):
+class SteeringQueued(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "steering.queued"
     steering_id: str
     message: Message
 
 
-class SteeringApplied(EventBody, kw_only=True):
+class SteeringApplied(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "steering.applied"
     steering_id: str
     step: int
 
 
-class SteeringDropped(EventBody, kw_only=True):
+class SteeringDropped(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "steering.dropped"
     steering_id: str
     reason: str
 
 
-class ApprovalRequested(EventBody, kw_only=True):
+class ApprovalRequested(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "approval.requested"
     step_number: int
     index: int
@@ -249,7 +249,7 @@ class ApprovalRequested(EventBody, kw_only=True):
     expires_at: float | None = None
 
 
-class ApprovalDecided(EventBody, kw_only=True):
+class ApprovalDecided(EventBody, frozen=True, kw_only=True):
     type: ClassVar[str] = "approval.decided"
     step_number: int
     index: int
@@ -288,6 +288,6 @@ Event: TypeAlias = (
     | ApprovalDecided
 )
 
-EVENTS: tuple[type[EventBody], ...] = Event.__args__  # type: ignore[attr-defined]  # a union's members, at run time
+EVENTS: tuple[type[EventBody], ...] = get_args(Event)
 LIVE_EVENT_TYPES = frozenset({"text.delta", "reasoning.delta", "tool_call.started", "tool_call.delta"})
 TERMINAL_EVENT_TYPES = frozenset({"turn.finished", "turn.failed"})

@@ -108,6 +108,7 @@ class Keys:
     def __init__(self, prefix: str = "tm", partitions: int = 4) -> None:
         self.prefix = prefix
         self.namespace = f"{prefix}:namespace"
+        self.secret = f"{prefix}:secret"
         self.tools = f"{prefix}:tools"
         self.agents = f"{prefix}:agents"
         self.workers = f"{prefix}:workers"

@@ -23,7 +23,7 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     type: ClassVar[str]
 
 
-class StartTurn(Body, kw_only=True):
+class StartTurn(Body, frozen=True, kw_only=True):
     """Command: run a turn. `agent` is `name` or `name@version`; `overrides` replace fields of its definition."""
 
     type: ClassVar[str] = "start_turn"
@@ -38,16 +38,7 @@ class StartTurn(Body, kw_only=True):
     trace: dict[str, str] = {}
 
 
-class AbortTurn(Body, kw_only=True):
-    """Command: stop a turn, in whatever state it is."""
-
-    type: ClassVar[str] = "abort_turn"
-    turn_id: str
-    session_id: str
-    reason: str | None = None
-
-
-class Addressed(Body, kw_only=True):
+class Addressed(Body, frozen=True, kw_only=True):
     """What ties tasks and results to one attempt at one call."""
 
     session_id: str
@@ -57,7 +48,7 @@ class Addressed(Body, kw_only=True):
     token: str = ""
 
 
-class ModelTask(Addressed, kw_only=True):
+class ModelTask(Addressed, frozen=True, kw_only=True):
     """Task: one model call. The worker reads the first `messages` entries of the transcript and the plan by its hash."""
 
     type: ClassVar[str] = "model_task"
@@ -70,7 +61,7 @@ class ModelTask(Addressed, kw_only=True):
     trace: dict[str, str] = {}
 
 
-class ToolTask(Addressed, kw_only=True):
+class ToolTask(Addressed, frozen=True, kw_only=True):
     """Task: one tool call. Times are the engine's clock in ms; do not start after `start_by_ms`."""
 
     type: ClassVar[str] = "tool_task"
@@ -87,7 +78,7 @@ class ToolTask(Addressed, kw_only=True):
     trace: dict[str, str] = {}
 
 
-class ModelReply(Addressed, kw_only=True):
+class ModelReply(Addressed, frozen=True, kw_only=True):
     """Result of a model call: the assistant's message, or `error`.
 
     `tail` are live events that the worker did not publish itself: the coordinator publishes them with its commit.
@@ -101,7 +92,7 @@ class ModelReply(Addressed, kw_only=True):
     error: ErrorInfo | None = None
 
 
-class ToolReply(Addressed, kw_only=True):
+class ToolReply(Addressed, frozen=True, kw_only=True):
     """Result of a tool call. A tool's own error is a result with `is_error`; `error.retryable` asks for a new attempt."""
 
     type: ClassVar[str] = "tool_reply"
@@ -110,7 +101,7 @@ class ToolReply(Addressed, kw_only=True):
     duration_seconds: float = 0.0
 
 
-class ToolProgress(Addressed, kw_only=True):
+class ToolProgress(Addressed, frozen=True, kw_only=True):
     """Progress of a running tool call. `sequence` counts from 1 in each attempt, so that a repetition is seen."""
 
     type: ClassVar[str] = "tool_progress"
@@ -119,7 +110,7 @@ class ToolProgress(Addressed, kw_only=True):
     data: dict[str, Any] = {}
 
 
-class UnreadableTask(Body, kw_only=True):
+class UnreadableTask(Body, frozen=True, kw_only=True):
     """A worker's report that it could not read a task: the entry's fields go to the dead letters."""
 
     type: ClassVar[str] = "unreadable_task"
@@ -130,33 +121,34 @@ class UnreadableTask(Body, kw_only=True):
     entry_body: bytes = b""
 
 
-class DeliveryLost(Addressed, kw_only=True):
+class DeliveryLost(Addressed, frozen=True, kw_only=True):
     """The coordinator's finding: the worker that had read a task is gone. Its body is the task's, so it has its token."""
 
     type: ClassVar[str] = "delivery_lost"
 
 
-class CallWaiting(Addressed, kw_only=True):
-    """The coordinator's finding: no worker took a tool call so far."""
+class CallWaiting(Addressed, frozen=True, kw_only=True):
+    """The coordinator's finding: no worker took a tool call so far, or (`expired`) until its start timeout."""
 
     type: ClassVar[str] = "call_waiting"
+    expired: bool = False
 
 
-class TimerFired(Body, kw_only=True):
+class TimerFired(Body, frozen=True, kw_only=True):
     """The session's earliest deadline has come. The machine looks at the clock and decides what is due."""
 
     type: ClassVar[str] = "timer_fired"
     session_id: str
 
 
-Command: TypeAlias = StartTurn | AbortTurn
+Command: TypeAlias = StartTurn
 Task: TypeAlias = ModelTask | ToolTask
 WorkerResult: TypeAlias = ModelReply | ToolReply | ToolProgress
 Finding: TypeAlias = DeliveryLost | CallWaiting | TimerFired
 SessionMessage: TypeAlias = Command | WorkerResult | Finding
 AnyMessage: TypeAlias = SessionMessage | Task | UnreadableTask
 
-COMMANDS: tuple[type[Body], ...] = (StartTurn, AbortTurn)
+COMMANDS: tuple[type[Body], ...] = (StartTurn,)
 TASKS: tuple[type[Body], ...] = (ModelTask, ToolTask)
 RESULTS: tuple[type[Body], ...] = (ModelReply, ToolReply, ToolProgress, UnreadableTask)
 FINDINGS: tuple[type[Body], ...] = (DeliveryLost, CallWaiting, TimerFired)

@@ -1,0 +1,100 @@
+"""A namespace: the prefix, its fixed number of partitions and its secret.
+
+The number of partitions is decided by the first process and checked by every other one, because a session's partition
+follows from it. The secret keys the tokens of tasks; workers never need it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from typing import NamedTuple
+
+from .connection import Engine, pairs
+from .errors import ConfigurationError, EngineReplyError, EngineUnsuitable
+from .keys import Keys
+
+_ENGINE_VERSION_MIN = (7, 0)
+
+
+class Namespace(NamedTuple):
+    """An opened namespace."""
+
+    keys: Keys
+    partitions: int
+
+
+async def open_namespace(engine: Engine, prefix: str, partitions: int) -> Namespace:
+    """Create the namespace, or check that it fits.
+
+    Raises `ConfigurationError` where it was created with another number of partitions, `EngineUnsuitable` where the
+    engine is too old.
+    """
+    await check_engine(engine)
+    keys = Keys(prefix, partitions)
+    await engine.call("HSETNX", keys.namespace, "partitions", partitions)
+    fields = pairs(await engine.call("HGETALL", keys.namespace))
+    existing = int(fields[b"partitions"])
+    if existing != partitions:
+        raise ConfigurationError(
+            f"the namespace {prefix!r} at {engine.address} was created with {existing} partitions, this process is set to "
+            f"{partitions}: set TURNMILL_PARTITIONS={existing}, or use another TURNMILL_NAMESPACE"
+        )
+    return Namespace(keys, partitions)
+
+
+async def read_secret(engine: Engine, keys: Keys) -> bytes:
+    """The namespace's secret, made on first use."""
+    await engine.call("HSETNX", keys.secret, "tokens", secrets.token_hex(32))
+    secret: bytes = await engine.call("HGET", keys.secret, "tokens")
+    return secret
+
+
+def make_token(secret: bytes, turn_id: str, call: str, attempt: int) -> str:
+    """What a worker must echo: a keyed hash of the task's id and attempt."""
+    return hashlib.blake2b(f"{turn_id}/{call}/{attempt}".encode(), key=secret[:64], digest_size=12).hexdigest()
+
+
+async def check_engine(engine: Engine) -> None:
+    """Raises `EngineUnsuitable` for a server below Redis 7.0."""
+    information = _parse_info(await engine.call("INFO", "server"))
+    version = information.get("redis_version", "0")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < _ENGINE_VERSION_MIN:
+        raise EngineUnsuitable(
+            f"the server at {engine.address} is Redis {version}; Turnmill needs Redis 7.0 or later, or Valkey 8 or later"
+        )
+
+
+async def evicting_policy(engine: Engine) -> str | None:
+    """The server's eviction policy where it may evict work; None where it is safe or not told."""
+    try:
+        reply = await engine.call("CONFIG", "GET", "maxmemory-policy")
+    except EngineReplyError:
+        return None
+    policy = pairs(reply).get(b"maxmemory-policy", b"noeviction").decode()
+    return None if policy == "noeviction" else policy
+
+
+def _parse_info(reply: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in reply.decode().splitlines() if ":" in line)
+    return {name: value for name, _, value in lines}
+
+
+class ServerClock:
+    """The engine's clock, read now and then and carried on by the monotonic one: deadlines are the engine's time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._offset_ms = 0.0
+
+    async def synchronize(self) -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        seconds, microseconds = await self._engine.call("TIME")
+        middle = (before + loop.time()) / 2
+        self._offset_ms = int(seconds) * 1000 + int(microseconds) / 1000 - middle * 1000
+
+    def now_ms(self) -> int:
+        return int(asyncio.get_running_loop().time() * 1000 + self._offset_ms)

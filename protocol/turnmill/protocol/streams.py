@@ -1,0 +1,255 @@
+"""The Redis I/O that workers and runtime share: scripts, groups, blocking reads, completion, dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+from .connection import Argument, Engine, Link, pairs
+from .errors import EngineReplyError, EngineUnavailable
+from .keys import WORKER_GROUP
+
+
+class Script:
+    """A Lua script of this package. It is sent once per server and called by its hash from then on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source = resources.files(__package__).joinpath("lua", f"{name}.lua").read_text("utf-8")
+        self._sha = hashlib.sha1(self.source.encode()).hexdigest()
+
+    async def run(self, engine: Engine, keys: Sequence[Argument], arguments: Sequence[Argument]) -> Any:
+        """Raises `EngineReplyError` where the script fails, `EngineUnavailable` where its outcome is unknown."""
+        try:
+            return await engine.call("EVALSHA", self._sha, len(keys), *keys, *arguments)
+        except EngineReplyError as error:
+            if not str(error).startswith("NOSCRIPT"):
+                raise
+        return await engine.call("EVAL", self.source, len(keys), *keys, *arguments)
+
+
+COMMIT_TURNS = Script("commit_turns")
+APPEND_DELTAS = Script("append_deltas")
+TAKE_LOST_DELIVERY = Script("take_lost_delivery")
+FIRE_TIMERS = Script("fire_timers")
+DISPATCH_BACKLOG = Script("dispatch_backlog")
+RENEW_LEASE = Script("renew_lease")
+
+
+class Delivery(NamedTuple):
+    """One entry handed to this consumer. `fields` is None where the entry was deleted while it was pending."""
+
+    stream: str
+    entry_id: bytes
+    fields: dict[bytes, bytes] | None
+
+
+async def create_groups(engine: Engine, streams: Iterable[str], group: str) -> None:
+    """Create missing groups, always from the beginning: a group made at `$` loses what was written before it."""
+    calls = [engine.call("XGROUP", "CREATE", stream, group, "0", "MKSTREAM") for stream in streams]
+    for reply in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(reply, BaseException) and not str(reply).startswith("BUSYGROUP"):
+            raise reply
+
+
+def is_group_missing(error: EngineReplyError) -> bool:
+    """A flushed or deleted stream; servers say it in three ways."""
+    text = str(error)
+    return text.startswith(("NOGROUP", "UNBLOCKED")) or "requires the key to exist" in text
+
+
+class GroupReader:
+    """Blocking reads of one consumer over several streams, on a link of its own.
+
+    A read is never cancelled: its reply may be on the way, and what it holds would be pending and forgotten. It blocks
+    for a short time instead, and the caller looks at its stop flag between reads.
+    """
+
+    def __init__(self, engine: Engine, group: str, consumer: str) -> None:
+        self._engine = engine
+        self._group = group
+        self._consumer = consumer
+        self._link: Link | None = None
+        self.losses = 0
+
+    async def read(self, streams: Sequence[str], count: int, block_ms: int) -> list[Delivery]:
+        """Up to `count` new entries of each stream; an empty list after `block_ms`, or when the engine came back."""
+        link = await self._connected()
+        if link is None:
+            return []
+        try:
+            reply = await link.call(
+                "XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", count, "BLOCK", block_ms,
+                "STREAMS", *streams, *[">"] * len(streams),
+            )  # fmt: skip
+        except EngineReplyError as error:
+            await self._repair(error, streams)
+            return []
+        except EngineUnavailable:
+            self._lost()
+            return []
+        return _deliveries(reply)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    async def _connected(self) -> Link | None:
+        if self._link is None or not self._link.is_open:
+            try:
+                self._link = await self._engine.open_link()
+            except EngineUnavailable:
+                await asyncio.sleep(random.uniform(0.05, 0.3))
+                return None
+        return self._link
+
+    def _lost(self) -> None:
+        self.losses += 1
+        self._link = None
+
+    async def _repair(self, error: EngineReplyError, streams: Sequence[str]) -> None:
+        if not is_group_missing(error):
+            # LOADING, READONLY, NOPERM, ...: the engine may recover; reading on at full speed would not help it.
+            await asyncio.sleep(random.uniform(0.2, 0.5))
+        try:
+            await create_groups(self._engine, streams, self._group)
+        except (EngineUnavailable, EngineReplyError):
+            await asyncio.sleep(random.uniform(0.2, 0.5))
+
+
+def _deliveries(reply: Any) -> list[Delivery]:
+    if not reply:
+        return []
+    return [
+        Delivery(name.decode(), entry_id, pairs(fields) if fields else None)
+        for name, entries in reply
+        for entry_id, fields in entries
+    ]
+
+
+async def pending_ids(engine: Engine, stream: str, group: str, consumer: str, known: int) -> set[bytes] | None:
+    """The ids that are pending for a consumer; None where their number equals `known` (the cheap look comes first)."""
+    try:
+        if known == 0:
+            summary = await engine.call("XPENDING", stream, group)
+            counts = {name: int(count) for name, count in (summary[3] or [])} if summary else {}
+            if counts.get(consumer.encode(), 0) == 0:
+                return None
+        entries = await engine.call("XPENDING", stream, group, "-", "+", 10_000, consumer)
+    except EngineReplyError as error:
+        if is_group_missing(error):
+            return set()
+        raise
+    return {entry[0] for entry in entries}
+
+
+async def read_entry(engine: Engine, stream: str, entry_id: bytes) -> Delivery:
+    """An entry by its id, as a delivery."""
+    found = await engine.call("XRANGE", stream, entry_id, entry_id)
+    return Delivery(stream, entry_id, pairs(found[0][1]) if found else None)
+
+
+class Completer:
+    """Completes tasks: the result enters the results stream and the task leaves its own, in one transaction.
+
+    Completions of one tick of the loop share a transaction for each partition and queue.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiting: dict[tuple[str, str], list[tuple[bytes, str, bytes, asyncio.Future[None]]]] = {}
+
+    def complete(self, results: str, delivery: Delivery, kind: str, body: bytes) -> asyncio.Future[None]:
+        """The future is done when the result is stored. It fails with `EngineUnavailable` if that is unknown: send the
+        result again then, a second copy is harmless."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._flush)
+        self._waiting.setdefault((results, delivery.stream), []).append((delivery.entry_id, kind, body, future))
+        return future
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        loop = asyncio.get_running_loop()
+        for (results, stream), items in waiting.items():
+            task = loop.create_task(self._send(results, stream, items))
+            _KEPT.add(task)
+            task.add_done_callback(_KEPT.discard)
+
+    async def _send(
+        self, results: str, stream: str, items: list[tuple[bytes, str, bytes, asyncio.Future[None]]]
+    ) -> None:
+        call = self._engine.call
+        try:
+            call("MULTI")
+            for _, kind, body, _future in items:
+                call("XADD", results, "*", "t", kind, "d", body)
+            ids = [entry_id for entry_id, *_ in items]
+            call("XACK", stream, WORKER_GROUP, *ids)
+            call("XDEL", stream, *ids)
+            replies = await call("EXEC")
+            await self._add_again(results, items, replies)
+        except (EngineUnavailable, EngineReplyError) as error:
+            for *_, future in items:
+                if not future.done():
+                    future.set_exception(EngineUnavailable(f"a result's way is unknown: {error}"))
+                    future.exception()
+            return
+        for *_, future in items:
+            if not future.done():
+                future.set_result(None)
+
+    async def _add_again(self, results: str, items: list[tuple[bytes, str, bytes, Any]], replies: list[Any]) -> None:
+        """MULTI does not roll back: an XADD that failed (memory, a wrong type) is sent alone until it is in."""
+        for (_, kind, body, _future), reply in zip(items, replies, strict=False):
+            while isinstance(reply, Exception):
+                await asyncio.sleep(0.2)
+                try:
+                    reply = await self._engine.call("XADD", results, "*", "t", kind, "d", body)
+                except EngineReplyError as error:
+                    reply = error
+
+
+_KEPT: set[asyncio.Task[None]] = set()
+"""The loop holds its tasks weakly; those that nobody awaits are held here until they are done."""
+
+
+async def dead_letter(
+    engine: Engine, dead: str, group: str, delivery: Delivery, *, reason: str, attempts: int = 1
+) -> None:
+    """Move an entry to the dead letters, with the reason and its original bytes, and acknowledge it."""
+    fields = delivery.fields or {}
+    engine.call("MULTI")
+    engine.call(
+        "XADD", dead, "MAXLEN", "~", 100_000, "*", "reason", reason, "from", delivery.stream,
+        "id", delivery.entry_id, "attempts", attempts, "t", fields.get(b"t", b""), "d", fields.get(b"d", b""),
+    )  # fmt: skip
+    engine.call("XACK", delivery.stream, group, delivery.entry_id)
+    engine.call("XDEL", delivery.stream, delivery.entry_id)
+    await engine.call("EXEC")
+
+
+def parse_publication(payload: bytes) -> list[tuple[int, bytes, int, bytes]]:
+    """A published message of a channel as (number, type, at_ms, body) for each of its events.
+
+    Its form: the first event's number and a line feed; then for each event a line `type at length` and the body with a
+    line feed behind it.
+    """
+    position = payload.index(b"\n")
+    number = int(payload[:position])
+    position += 1
+    events = []
+    while position < len(payload):
+        line_end = payload.index(b"\n", position)
+        kind, at, length = payload[position:line_end].split(b" ")
+        body_end = line_end + 1 + int(length)
+        events.append((number, kind, int(at), payload[line_end + 1 : body_end]))
+        number += 1
+        position = body_end + 1
+    return events

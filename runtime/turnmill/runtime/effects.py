@@ -1,0 +1,96 @@
+"""What the machine asks the shell to do. All effects of one decision land in one commit, or none does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from turnmill.protocol.content import Message
+from turnmill.protocol.events import Event
+from turnmill.protocol.messages import ModelTask, ToolTask
+
+from .state import SessionState
+
+
+class Publish(NamedTuple):
+    """Append an event to a turn's channel. `opens` creates the channel; `closes` starts its expiry."""
+
+    turn_id: str
+    event: Event
+    opens: bool = False
+    closes: bool = False
+
+
+class Append(NamedTuple):
+    """Append a message to the session's transcript."""
+
+    message: Message
+
+
+class DispatchModel(NamedTuple):
+    """Hand a model call to a pool, through the dispatch window."""
+
+    task: ModelTask
+    pool: str
+    tenant: str
+    priority: int
+
+
+class DispatchTool(NamedTuple):
+    """Hand a tool call to a queue."""
+
+    task: ToolTask
+    queue: str
+
+
+class Record(NamedTuple):
+    """Set fields of a turn's record; `ends` starts its expiry."""
+
+    turn_id: str
+    fields: dict[str, str | bytes]
+    ends: bool = False
+
+
+class Index(NamedTuple):
+    """Enter the turn into the partition's index."""
+
+    turn_id: str
+    created_ms: int
+
+
+class Feed(NamedTuple):
+    """Tell the lifecycle feed."""
+
+    turn_id: str
+    session_id: str
+    agent_id: str
+    event: str
+    detail: str | None = None
+
+
+class SetTimer(NamedTuple):
+    """Have `timer_fired` sent at a time of the engine's clock; None clears it."""
+
+    at_ms: int | None
+
+
+class Count(NamedTuple):
+    """Add one to a counter of the partition."""
+
+    name: str
+
+
+Effect: TypeAlias = Publish | Append | DispatchModel | DispatchTool | Record | Index | Feed | SetTimer | Count
+
+
+class Decision(NamedTuple):
+    """The machine's answer to one message.
+
+    `live` names the model attempt that may publish from now on ("" for none, None for no change). `new_turn` is a turn
+    that must not be known yet: if its record exists, the message is a repetition.
+    """
+
+    state: SessionState
+    effects: list[Effect]
+    live: str | None = None
+    new_turn: str | None = None
+    discarded: str | None = None

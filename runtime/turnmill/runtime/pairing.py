@@ -1,0 +1,68 @@
+"""The pairing of calls and results: each call gets exactly one result, in call order, before the next model call.
+
+Nothing else in the runtime writes results into a transcript, so no history that leaves here can be refused by a
+provider for a call without its result.
+"""
+
+from __future__ import annotations
+
+from turnmill.protocol.content import Message, ToolCall, ToolResult, ToolResultPart
+
+from .state import CallState, CallStatus
+
+
+def error_result(call: ToolCall, text: str) -> ToolResult:
+    """A result that tells the model what went wrong."""
+    return ToolResult(tool_call_id=call.id, tool_name=call.name, result=f"Error: {text}", is_error=True)
+
+
+def unknown_tool(call: ToolCall, available: list[str]) -> ToolResult:
+    return error_result(call, f"unknown tool '{call.name}'. Available: {', '.join(available) or 'none'}")
+
+
+def invalid_arguments(call: ToolCall) -> ToolResult:
+    return error_result(call, f"invalid arguments for '{call.name}': {call.error}")
+
+
+def timed_out(call: ToolCall, timeout_seconds: float) -> ToolResult:
+    return error_result(call, f"execution failed (timeout after {timeout_seconds:g} s)")
+
+
+def not_started(call: ToolCall, timeout_seconds: float) -> ToolResult:
+    return error_result(
+        call, f"execution failed (no worker took the call within {timeout_seconds:g} s; it did not take effect)"
+    )
+
+
+def outcome_unknown(call: ToolCall) -> ToolResult:
+    return error_result(call, "execution failed (the worker was lost in mid-call; whether it took effect is unknown)")
+
+
+def not_executed(call: ToolCall, reason: str) -> ToolResult:
+    return error_result(call, f"not executed ({reason})")
+
+
+def settle(call: CallState, result: ToolResult) -> None:
+    """Give a call its one result, under its own id whatever the worker wrote."""
+    assert call.status is not CallStatus.DONE, "a call has one result"
+    fits = result.tool_call_id == call.tool_call.id and result.tool_name == call.tool_call.name
+    if not fits:
+        result = ToolResult(
+            tool_call_id=call.tool_call.id,
+            tool_name=call.tool_call.name,
+            result=result.result,
+            is_error=result.is_error,
+            content=result.content,
+            blob=result.blob,
+        )
+    call.result = result
+    call.status = CallStatus.DONE
+
+
+def closing_messages(calls: list[CallState], turn_id: str, step: int) -> list[Message]:
+    """The results of a step as transcript entries, in call order. Every call must be settled."""
+    messages = []
+    for call in calls:
+        assert call.result is not None, f"call {call.tool_call.id} has no result"
+        messages.append(Message(role="tool", content=[ToolResultPart(call.result)], turn_id=turn_id, step=step))
+    return messages
