@@ -47,7 +47,7 @@ def partition_of_turn(turn_id: str) -> int | None:
 class PartitionKeys:
     """The keys of one partition; the frequent ones are made once."""
 
-    __slots__ = ("base", "dead", "feed", "inbox", "lease", "partition", "results", "stats", "timers", "turns")
+    __slots__ = ("base", "dead", "feed", "inbox", "lease", "partition", "queues", "results", "stats", "timers", "turns")
 
     def __init__(self, prefix: str, partition: int) -> None:
         self.partition = partition
@@ -59,6 +59,7 @@ class PartitionKeys:
         self.dead = self.base + "dead"
         self.feed = self.base + "feed"
         self.turns = self.base + "turns"
+        self.queues = self.base + "queues"
         self.stats = self.base + "stats"
 
     def model(self, pool: str) -> str:

@@ -62,6 +62,18 @@ def is_group_missing(error: EngineReplyError) -> bool:
     return text.startswith(("NOGROUP", "UNBLOCKED")) or "requires the key to exist" in text
 
 
+def is_transient(error: EngineReplyError) -> bool:
+    """A state of the engine that passes: out of memory, loading, a replica, a script that was stopped."""
+    text = str(error)
+    return text.startswith(_TRANSIENT) or "script was killed" in text or "OOM" in text
+
+
+_TRANSIENT = (
+    "OOM", "READONLY", "MISCONF", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNKILLABLE",
+    "NOSCRIPT",
+)  # fmt: skip
+
+
 class GroupReader:
     """Blocking reads of one consumer over several streams, on a link of its own.
 

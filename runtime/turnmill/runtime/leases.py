@@ -1,0 +1,138 @@
+"""Who coordinates which partition.
+
+A partition has one coordinator at a time, by a lease that expires. Each coordinator holds at most its share,
+ceil(partitions / live coordinators), and gives the rest back. Correctness does not rest on this: commits are fenced by
+version. Order of acceptance and the cache do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.errors import EngineError
+from turnmill.protocol.keys import Keys
+from turnmill.protocol.namespace import ServerClock
+from turnmill.protocol.streams import RENEW_LEASE
+
+_log = structlog.get_logger(__name__)
+
+
+class PartitionLeases:
+    """The leases of one coordinator. `readable` are the partitions that it holds and is ready to read."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        keys: Keys,
+        owner: str,
+        lease_seconds: float,
+        clock: ServerClock,
+        take_over: Callable[[int], Awaitable[None]],
+        hand_back: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._owner = owner
+        self._lease_seconds = lease_seconds
+        self._clock = clock
+        self._take_over = take_over
+        self._hand_back = hand_back
+        self._valid_until: dict[int, float] = {}
+        self._ready: set[int] = set()
+        self._taking: dict[int, asyncio.Task[None]] = {}
+
+    def readable(self, for_seconds: float) -> list[int]:
+        """Partitions whose lease holds for the given time at least, by the clock of before its request."""
+        horizon = asyncio.get_running_loop().time() + for_seconds
+        return [number for number in sorted(self._ready) if self._valid_until.get(number, 0.0) > horizon]
+
+    @property
+    def held(self) -> set[int]:
+        return set(self._valid_until)
+
+    async def beat(self) -> None:
+        """Renew what is held, take what is free up to the share, give back what is beyond it."""
+        await self._clock.synchronize()
+        share = await self._share()
+        await self._renew()
+        for number in sorted(self._ready)[share:]:
+            await self._give_back(number)
+        # Every coordinator starts its search elsewhere, so that two that start together meet less often.
+        start = hash(self._owner) % len(self._keys.partitions)
+        for offset in range(len(self._keys.partitions)):
+            if len(self._valid_until) >= share:
+                break
+            await self._acquire((start + offset) % len(self._keys.partitions))
+
+    async def give_back_all(self) -> None:
+        """At drain: others may take over at once."""
+        await asyncio.gather(*self._taking.values(), return_exceptions=True)
+        for number in list(self._valid_until):
+            await self._give_back(number)
+        await self._engine.call("ZREM", self._keys.coordinators, self._owner)
+
+    async def _share(self) -> int:
+        now_ms = self._clock.now_ms()
+        self._engine.call("ZADD", self._keys.coordinators, now_ms, self._owner)
+        self._engine.call("ZREMRANGEBYSCORE", self._keys.coordinators, 0, now_ms - int(self._lease_seconds * 1000))
+        live: int = await self._engine.call("ZCARD", self._keys.coordinators)
+        return math.ceil(len(self._keys.partitions) / max(1, live))
+
+    async def _renew(self) -> None:
+        loop = asyncio.get_running_loop()
+        held = list(self._valid_until)
+        asked_at = loop.time()
+        calls = [
+            RENEW_LEASE.run(self._engine, [self._lease_key(number)], [self._owner, int(self._lease_seconds * 1000)])
+            for number in held
+        ]
+        for number, renewed in zip(held, await asyncio.gather(*calls), strict=True):
+            if renewed:
+                self._valid_until[number] = asked_at + self._lease_seconds
+            else:
+                _log.warning("lease lost", partition=number)
+                self._drop(number)
+
+    async def _acquire(self, number: int) -> None:
+        if number in self._valid_until or number in self._taking:
+            return
+        asked_at = asyncio.get_running_loop().time()
+        milliseconds = int(self._lease_seconds * 1000)
+        taken = await self._engine.call("SET", self._lease_key(number), self._owner, "NX", "PX", milliseconds)
+        if not taken:
+            return
+        self._valid_until[number] = asked_at + self._lease_seconds
+        # What a former owner left may take longer than a lease: the beat goes on meanwhile.
+        self._taking[number] = asyncio.create_task(self._take(number))
+
+    async def _take(self, number: int) -> None:
+        try:
+            await self._take_over(number)
+        except EngineError as error:
+            _log.warning("partition not taken over", partition=number, error=str(error))
+            self._drop(number)
+            return
+        finally:
+            del self._taking[number]
+        if number in self._valid_until:
+            self._ready.add(number)
+            _log.info("partition taken over", partition=number)
+
+    async def _give_back(self, number: int) -> None:
+        self._ready.discard(number)
+        await self._hand_back(number)
+        self._valid_until.pop(number, None)
+        await RENEW_LEASE.run(self._engine, [self._lease_key(number)], [self._owner, 0])
+        _log.info("partition given back", partition=number)
+
+    def _drop(self, number: int) -> None:
+        self._valid_until.pop(number, None)
+        self._ready.discard(number)
+
+    def _lease_key(self, number: int) -> str:
+        return self._keys.partitions[number].lease

@@ -1,0 +1,345 @@
+"""One partition in the hands of its coordinator: messages in, decisions committed.
+
+A batch is folded: the messages of one session are decided in order on one state and land in one item of the script.
+The cache of states is valid while nobody else commits; the version in every commit finds out if somebody did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import structlog
+
+from turnmill.protocol.codec import MESSAGE_CODEC, Unreadable
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
+from turnmill.protocol.keys import COORDINATOR_GROUP, Keys, PartitionKeys, partition_of_session, partition_of_turn
+from turnmill.protocol.messages import DeliveryLost, ModelReply, StartTurn, TimerFired, UnreadableTask
+from turnmill.protocol.namespace import ServerClock, make_token
+from turnmill.protocol.settings import Settings
+from turnmill.protocol.specs import Plan
+from turnmill.protocol.streams import Delivery, create_groups, dead_letter, is_group_missing, is_transient
+
+from .dispatch import DispatchWindow
+from .effects import Count, Decision, DispatchModel, DispatchTool
+from .machine import Input, Limits, Start, advance
+from .registry import Registry
+from .store import INBOX, RESULTS, STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
+
+_log = structlog.get_logger(__name__)
+_CACHED_SESSIONS_MAX = 20_000
+_CACHED_PLANS_MAX = 2_000
+
+
+class Arrived(NamedTuple):
+    """A readable message and where it came from."""
+
+    source: Source
+    message: Input
+    session_id: str
+
+
+class Partition:
+    """Decides and commits for one partition. One batch at a time."""
+
+    def __init__(
+        self, engine: Engine, keys: Keys, number: int, settings: Settings, secret: bytes, clock: ServerClock
+    ) -> None:
+        self.keys: PartitionKeys = keys.partitions[number]
+        self.number = number
+        self._partitions = len(keys.partitions)
+        self._engine = engine
+        self._secret = secret
+        self._clock = clock
+        self._limits = Limits(settings.session_queue_max, settings.max_attempts)
+        retention = Retention(settings.event_ttl * 1000, settings.record_ttl * 1000, settings.feed_length)
+        self._store = Store(engine, self.keys, secret, retention, settings.wire)
+        self._registry = Registry(engine, keys, settings.plan_ttl)
+        self.window = DispatchWindow(engine, self.keys, settings.dispatch_window)
+        self._sessions: dict[str, Versioned] = {}
+        self._plans: dict[str, Plan] = {}
+        self._queues: set[str] = set()
+        self._lock = asyncio.Lock()
+        self.in_flight: set[tuple[str, bytes]] = set()
+        self.counters: dict[str, int] = {}
+
+    def forget(self) -> None:
+        """Drop what is cached: another owner may have written since."""
+        self._sessions.clear()
+
+    async def take_over(self) -> None:
+        """Get ready after the lease was taken."""
+        self.forget()
+        queues = await self._engine.call("SMEMBERS", self.keys.queues)
+        self._queues = {name.decode() for name in queues}
+        await self.window.look(self._pools())
+
+    async def settled(self) -> None:
+        """Return when the batch under way is committed."""
+        async with self._lock:
+            self.forget()
+
+    @property
+    def task_streams(self) -> list[str]:
+        """Every task stream that this partition has dispatched to."""
+        return [self.keys.base + name for name in sorted(self._queues)]
+
+    async def look_at_window(self) -> None:
+        await self.window.look(self._pools())
+
+    async def handle(self, deliveries: Sequence[Delivery]) -> None:
+        """Decide on a batch and commit it. Returns when everything in it is acknowledged.
+
+        The engine may go away in between: the batch is decided again then, on what was stored.
+        """
+        self.in_flight.update((delivery.stream, delivery.entry_id) for delivery in deliveries)
+        async with self._lock:
+            try:
+                await self._handle(deliveries)
+            finally:
+                self.in_flight.difference_update((delivery.stream, delivery.entry_id) for delivery in deliveries)
+            if self.window.has_backlog:
+                await self._retrying(self.window.refill)
+
+    async def _handle(self, deliveries: Sequence[Delivery]) -> None:
+        admitted = [(item, delivery) for delivery in deliveries if (item := await self._admit(delivery)) is not None]
+        arrived = [item for item, _ in admitted]
+        by_source = {item.source: delivery for item, delivery in admitted}
+        known: set[str] = set()
+        while arrived:
+            try:
+                arrived = await self._commit(arrived, known)
+            except EngineUnavailable:
+                self.forget()
+                await self._engine.ready()
+            except EngineReplyError as error:
+                self.forget()
+                if is_transient(error):
+                    # Memory, a read-only replica, a script that was killed: what was not committed is tried again.
+                    _log.warning("commit refused by the engine", partition=self.number, error=str(error))
+                    await asyncio.sleep(0.2)
+                else:
+                    arrived = await self._isolate(arrived, by_source, str(error))
+            except Exception as error:
+                # A record that cannot be read, or a fault of ours: it must not stop the partition either.
+                self.forget()
+                _log.exception("decision failed", partition=self.number)
+                arrived = await self._isolate(arrived, by_source, f"{type(error).__name__}: {error}")
+
+    async def _isolate(self, arrived: list[Arrived], by_source: dict[Source, Delivery], reason: str) -> list[Arrived]:
+        """One session's broken data must not stop its partition: find the session, and bury its messages."""
+        sessions = {item.session_id for item in arrived}
+        if len(sessions) == 1:
+            for item in arrived:
+                await self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}")
+            return []
+        for session_id in sessions:
+            await self._handle([by_source[item.source] for item in arrived if item.session_id == session_id])
+        return []
+
+    # ---- the door: what may come in at all
+
+    async def _admit(self, delivery: Delivery) -> Arrived | None:
+        source = Source(INBOX if delivery.stream == self.keys.inbox else RESULTS, delivery.entry_id)
+        if delivery.fields is None:
+            await self._drop(delivery, "deleted_while_pending")
+            return None
+        message: Any = MESSAGE_CODEC.decode_fields(delivery.fields)
+        reason = self._objection(message, source)
+        if reason is not None:
+            await self._bury(delivery, reason)
+            return None
+        if isinstance(message, UnreadableTask):
+            await self._bury_task(delivery, message)
+            return None
+        if isinstance(message, StartTurn):
+            return Arrived(source, Start(message, ""), message.session_id)
+        if isinstance(message, TimerFired):
+            return Arrived(source, message, message.session_id)
+        if message.token != make_token(self._secret, message.turn_id, message.call, message.attempt):
+            await self._drop(delivery, "bad_token")
+            return None
+        if isinstance(message, ModelReply) or (isinstance(message, DeliveryLost) and "." not in message.call):
+            self._left_stream(message.session_id)
+        return Arrived(source, message, message.session_id)
+
+    def _objection(self, message: object, source: Source) -> str | None:
+        """Why an entry goes to the dead letters; None where it may be decided on."""
+        if isinstance(message, Unreadable):
+            return message.reason
+        is_command = isinstance(message, StartTurn)
+        if is_command != (source.stream == INBOX):
+            return f"a {getattr(message, 'type', '?')} does not belong into this stream"
+        session_id = getattr(message, "session_id", None)
+        if session_id is not None and partition_of_session(session_id, self._partitions) != self.number:
+            return f"session {session_id!r} does not belong to partition {self.number}"
+        if isinstance(message, StartTurn) and partition_of_turn(message.turn_id) != self.number:
+            return f"{message.turn_id!r} is not the id of a turn of partition {self.number}"
+        return None
+
+    async def _bury(self, delivery: Delivery, reason: str) -> None:
+        _log.warning("message moved to the dead letters", stream=delivery.stream, reason=reason)
+        self._count("dead_letters")
+        await self._retrying(
+            lambda: dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, delivery, reason=reason)
+        )
+
+    async def _bury_task(self, delivery: Delivery, report: UnreadableTask) -> None:
+        original = Delivery(
+            report.stream, report.entry_id.encode(), {b"t": report.entry_type.encode(), b"d": report.entry_body}
+        )
+        _log.warning("task moved to the dead letters", stream=report.stream, reason=report.reason)
+        self._count("dead_letters")
+
+        async def move() -> None:
+            await dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, original, reason=report.reason)
+            await self._acknowledge(delivery)
+
+        await self._retrying(move)
+
+    async def _drop(self, delivery: Delivery, counter: str) -> None:
+        """Acknowledge what is not worth a decision, and count it."""
+        self._count(counter)
+
+        async def drop() -> None:
+            await self._engine.call("HINCRBY", self.keys.stats, counter, 1)
+            await self._acknowledge(delivery)
+
+        await self._retrying(drop)
+
+    async def _acknowledge(self, delivery: Delivery) -> None:
+        self._engine.call("XACK", delivery.stream, COORDINATOR_GROUP, delivery.entry_id)
+        await self._engine.call("XDEL", delivery.stream, delivery.entry_id)
+
+    # ---- decide and commit
+
+    async def _commit(self, arrived: list[Arrived], known: set[str]) -> list[Arrived]:
+        """One round: load, decide, commit. Returns what must be decided again."""
+        by_session: dict[str, list[Arrived]] = {}
+        for item in arrived:
+            by_session.setdefault(item.session_id, []).append(item)
+        await self._load_sessions(by_session)
+        postponed = await self._resolve(by_session, known)
+        now_ms = self._clock.now_ms()
+        commits = [self._decide(session_id, items, now_ms, known) for session_id, items in by_session.items()]
+        await self._note_queues(commits)
+        results = await self._store.commit(commits, now_ms, self.window.admit)
+        again: list[Arrived] = []
+        for commit, result in zip(commits, results, strict=True):
+            if result == STALE:
+                self._count("stale_commits")
+                self._sessions.pop(commit.session_id, None)
+                again += by_session[commit.session_id]
+            elif result == TURN_EXISTS:
+                assert commit.new_turn is not None
+                known.add(commit.new_turn)
+                again += by_session[commit.session_id]
+            else:
+                previous = self._sessions[commit.session_id].state
+                self._sessions[commit.session_id] = Versioned(result, commit.state or previous)
+        self._trim_caches()
+        return again + postponed
+
+    async def _load_sessions(self, by_session: dict[str, list[Arrived]]) -> None:
+        missing = [session_id for session_id in by_session if session_id not in self._sessions]
+        if missing:
+            self._sessions.update(await self._store.load(missing))
+
+    async def _resolve(self, by_session: dict[str, list[Arrived]], known: set[str]) -> list[Arrived]:
+        """Give every start its plan, and have the plans at hand that the states name.
+
+        The script guards one new turn for each item, so of several starts on one session the later ones are postponed.
+        """
+        postponed: list[Arrived] = []
+        for session_id, items in by_session.items():
+            starts = 0
+            for position, item in enumerate(items):
+                message = item.message
+                if not isinstance(message, Start):
+                    continue
+                starts += 1
+                if starts > 1:
+                    postponed += items[position:]
+                    del items[position:]
+                    break
+                resolved = await self._registry.resolve(self.keys, message.command)
+                if resolved.plan is not None:
+                    self._plans[resolved.plan_id] = resolved.plan
+                items[position] = item._replace(message=Start(message.command, resolved.plan_id, resolved.problem))
+            for plan_id in self._sessions[session_id].state.plan_ids:
+                await self._load_plan(plan_id)
+        return postponed
+
+    async def _load_plan(self, plan_id: str) -> None:
+        if plan_id not in self._plans:
+            plan = await self._registry.load_plan(self.keys, plan_id)
+            if plan is not None:
+                self._plans[plan_id] = plan
+
+    def _decide(self, session_id: str, items: list[Arrived], now_ms: int, known: set[str]) -> SessionCommit:
+        version, state = self._sessions[session_id]
+        decisions = []
+        changed = False
+        for item in items:
+            message = item.message
+            if isinstance(message, Start) and message.command.turn_id in known:
+                decisions.append(Decision(state, [Count("duplicate_turn")], discarded="duplicate_turn"))
+                continue
+            decision = advance(state, message, now_ms, session_id, self._plans, self._limits)
+            changed = changed or decision.discarded is None
+            state = decision.state
+            decisions.append(decision)
+        effects, live, new_turn = fold(decisions)
+        sources = [item.source for item in items]
+        return SessionCommit(session_id, version, state if changed else None, sources, effects, live, new_turn)
+
+    async def _note_queues(self, commits: list[SessionCommit]) -> None:
+        """Remember every task stream before its first task, so that a later owner knows where to look for lost ones."""
+        names = set()
+        for commit in commits:
+            for effect in commit.effects:
+                if isinstance(effect, DispatchModel):
+                    names.add(f"model:{effect.pool}")
+                elif isinstance(effect, DispatchTool):
+                    names.add(f"tool:{effect.queue}")
+        new = names - self._queues
+        if new:
+            await self._engine.call("SADD", self.keys.queues, *new)
+            self._queues |= new
+
+    # ---- small things
+
+    def _pools(self) -> set[str]:
+        return {name.removeprefix("model:") for name in self._queues if name.startswith("model:")} | {"default"}
+
+    def _left_stream(self, session_id: str) -> None:
+        cached = self._sessions.get(session_id)
+        turn = cached.state.turn if cached else None
+        plan = self._plans.get(turn.plan_id) if turn else None
+        if plan is not None:
+            self.window.completed(plan.pool)
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
+
+    def _trim_caches(self) -> None:
+        while len(self._sessions) > _CACHED_SESSIONS_MAX:
+            del self._sessions[next(iter(self._sessions))]
+        while len(self._plans) > _CACHED_PLANS_MAX:
+            del self._plans[next(iter(self._plans))]
+
+    async def _retrying(self, action: object) -> None:
+        """Do something idempotent until the engine has answered."""
+        assert callable(action)
+        while True:
+            try:
+                await action()
+                return
+            except EngineUnavailable:
+                await self._engine.ready()
+            except EngineReplyError as error:
+                if is_group_missing(error):
+                    await create_groups(self._engine, [self.keys.inbox, self.keys.results], COORDINATOR_GROUP)
+                await asyncio.sleep(0.2)

@@ -1,0 +1,131 @@
+"""Agents and tools as the namespace knows them, and the plans made of them.
+
+Registries are read and cached, never part of a commit. A plan is content-addressed and written to the partition before
+the first state refers to it; it is refreshed while it is used, so that it outlives every turn that pinned it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.errors import ErrorKind
+from turnmill.protocol.keys import Keys, PartitionKeys
+from turnmill.protocol.messages import StartTurn
+from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec, content_hash
+
+_FRESH_SECONDS = 2.0
+_CACHE_MAX = 2000
+_decode_agent = msgspec.json.Decoder(AgentSpec).decode
+_decode_tool = msgspec.json.Decoder(ToolSpec).decode
+_decode_plan = msgspec.json.Decoder(Plan).decode
+
+
+class Resolved(NamedTuple):
+    """The plan of a command, or why there is none."""
+
+    plan_id: str
+    plan: Plan | None
+    problem: ErrorInfo | None
+
+
+async def publish(engine: Engine, keys: Keys, agents: Iterable[AgentSpec], tools: Iterable[ToolSpec]) -> dict[str, str]:
+    """Write agents and tools to the registries; the version of each agent by its name.
+
+    A tool that a worker has registered is left alone: the worker that runs it knows best.
+    """
+    versions = {}
+    calls = []
+    for tool in tools:
+        calls.append(engine.call("HSETNX", keys.tools, tool.name, msgspec.json.encode(tool)))
+    for agent in agents:
+        version = versions[agent.name] = content_hash(agent)
+        body = msgspec.json.encode(agent)
+        calls.append(engine.call("HSET", keys.agents, agent.name, version, f"{agent.name}@{version}", body))
+    for call in calls:
+        await call
+    return versions
+
+
+class Registry:
+    """Resolves commands to plans for one coordinator."""
+
+    def __init__(self, engine: Engine, keys: Keys, plan_ttl_seconds: int) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._plan_ttl_ms = plan_ttl_seconds * 1000
+        self._resolved: dict[tuple[str, bytes], tuple[float, Resolved]] = {}
+        self._written: dict[tuple[int, str], float] = {}
+
+    async def resolve(self, partition: PartitionKeys, command: StartTurn) -> Resolved:
+        """The plan of a command, written to its partition. What is wrong with the agent is an answer, not an error."""
+        key = (command.agent, msgspec.json.encode(command.overrides) if command.overrides else b"")
+        cached = self._resolved.get(key)
+        if cached is not None and cached[0] > time.monotonic():
+            resolved = cached[1]
+        else:
+            resolved = await self._build(command)
+            if len(self._resolved) >= _CACHE_MAX:
+                self._resolved.clear()
+            self._resolved[key] = (time.monotonic() + _FRESH_SECONDS, resolved)
+        if resolved.plan is not None:
+            await self._write(partition, resolved.plan_id, resolved.plan)
+        return resolved
+
+    async def load_plan(self, partition: PartitionKeys, plan_id: str) -> Plan | None:
+        body = await self._engine.call("GET", partition.plan(plan_id))
+        return _decode_plan(body) if body else None
+
+    async def _write(self, partition: PartitionKeys, plan_id: str, plan: Plan) -> None:
+        """Once per plan and partition, and again when a quarter of its life has passed."""
+        written = self._written.get((partition.partition, plan_id), 0.0)
+        if written > time.monotonic():
+            return
+        body = msgspec.json.encode(plan)
+        await self._engine.call("SET", partition.plan(plan_id), body, "PX", self._plan_ttl_ms)
+        self._written[partition.partition, plan_id] = time.monotonic() + self._plan_ttl_ms / 4000
+
+    async def _build(self, command: StartTurn) -> Resolved:
+        spec, problem = await self._agent(command.agent)
+        if spec is None:
+            return Resolved("", None, problem)
+        try:
+            spec = msgspec.convert({**msgspec.to_builtins(spec), **command.overrides}, AgentSpec)
+        except msgspec.ValidationError as error:
+            return _refused(ErrorKind.BAD_REQUEST, f"the turn's options do not fit agent {spec.name!r}: {error}")
+        tools: dict[str, ToolSpec] = {}
+        if spec.tools:
+            bodies = await self._engine.call("HMGET", self._keys.tools, *spec.tools)
+            missing = [name for name, body in zip(spec.tools, bodies, strict=True) if body is None]
+            if missing:
+                return _refused(
+                    ErrorKind.UNKNOWN_TOOL,
+                    f"agent {spec.name!r} names tools that nobody registered: {', '.join(missing)}. "
+                    "Start `turnmill worker tools APP` with the app that defines them",
+                )
+            tools = {name: _decode_tool(body) for name, body in zip(spec.tools, bodies, strict=True)}
+        plan = Plan(agent=spec, tools=tools)
+        return Resolved(content_hash(plan), plan, None)
+
+    async def _agent(self, reference: str) -> tuple[AgentSpec | None, ErrorInfo | None]:
+        name, _, version = reference.partition("@")
+        if not version:
+            published = await self._engine.call("HGET", self._keys.agents, name)
+            version = published.decode() if published else ""
+        body = await self._engine.call("HGET", self._keys.agents, f"{name}@{version}") if version else None
+        if body is None:
+            text = (
+                f"no agent {reference!r} is published in the namespace {self._keys.prefix!r}. "
+                "Start `turnmill worker tools APP` with the app that defines it, or pass the agent itself"
+            )
+            return None, ErrorInfo(kind=ErrorKind.UNKNOWN_AGENT, message=text)
+        return _decode_agent(body), None
+
+
+def _refused(kind: ErrorKind, text: str) -> Resolved:
+    return Resolved("", None, ErrorInfo(kind=kind, message=text))

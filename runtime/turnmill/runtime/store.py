@@ -1,0 +1,253 @@
+"""Sessions in the engine: load their records, and commit decisions in one script, fenced by version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias, assert_never
+
+import msgspec
+
+from turnmill.protocol.codec import WireFormat, encode_body
+from turnmill.protocol.connection import Argument, Engine
+from turnmill.protocol.keys import COORDINATOR_GROUP, PartitionKeys
+from turnmill.protocol.messages import ModelTask, ToolTask
+from turnmill.protocol.namespace import make_token
+from turnmill.protocol.streams import COMMIT_TURNS
+
+from .effects import (
+    Append,
+    Count,
+    Decision,
+    DispatchModel,
+    DispatchTool,
+    Effect,
+    Feed,
+    Index,
+    Publish,
+    Record,
+    SetTimer,
+)
+from .state import SessionState, decode_state, encode_state
+
+INBOX, RESULTS = 1, 2
+"""The numbers of a partition's two source streams in the commit script."""
+STALE = -1
+TURN_EXISTS = -2
+_APPEND_CHUNK = 1000
+_encode_json = msgspec.json.Encoder().encode
+
+AdmitModelTask: TypeAlias = Callable[[str], bool]
+"""Whether a pool's dispatch window has room: True puts the task into its stream, False into the backlog."""
+
+
+class Versioned(NamedTuple):
+    """A session's record and the version it was read at."""
+
+    version: int
+    state: SessionState
+
+
+class Source(NamedTuple):
+    """A message that a commit acknowledges."""
+
+    stream: int
+    entry_id: bytes
+
+
+class SessionCommit(NamedTuple):
+    """What was decided on one session's messages, folded in their order."""
+
+    session_id: str
+    expected_version: int
+    state: SessionState | None
+    sources: list[Source]
+    effects: list[Effect]
+    live: str | None
+    new_turn: str | None
+
+
+class Retention(NamedTuple):
+    """How long things are kept after their end, in ms."""
+
+    events_ms: int
+    record_ms: int
+    feed_length: int
+
+
+def fold(decisions: Sequence[Decision]) -> tuple[list[Effect], str | None, str | None]:
+    """The effects, the last change of `live` and the new turn of several decisions on one session."""
+    effects: list[Effect] = []
+    live = new_turn = None
+    for decision in decisions:
+        effects += decision.effects
+        live = decision.live if decision.live is not None else live
+        new_turn = decision.new_turn or new_turn
+    return effects, live, new_turn
+
+
+class Store:
+    """The sessions of one partition."""
+
+    def __init__(
+        self, engine: Engine, keys: PartitionKeys, secret: bytes, retention: Retention, wire: WireFormat
+    ) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._secret = secret
+        self._retention = retention
+        self._wire: WireFormat = wire
+
+    async def load(self, session_ids: Iterable[str]) -> dict[str, Versioned]:
+        """The records of sessions, in one round trip; a session that is new has version 0."""
+        wanted = list(session_ids)
+        calls = [self._engine.call("HMGET", self._keys.session(name), "v", "s") for name in wanted]
+        replies = await asyncio.gather(*calls)
+        return {
+            name: Versioned(int(version or 0), decode_state(state) if state else SessionState())
+            for name, (version, state) in zip(wanted, replies, strict=True)
+        }
+
+    async def commit(self, commits: Sequence[SessionCommit], now_ms: int, admit: AdmitModelTask) -> list[int]:
+        """One script call for all. Returns for each the new version, `STALE` or `TURN_EXISTS`.
+
+        Raises `EngineUnavailable` where the outcome is unknown: load again then, the version tells.
+        """
+        writer = _Writer(self._keys, self._secret, self._retention, self._wire, admit)
+        for commit in commits:
+            writer.add(commit)
+        arguments = [COORDINATOR_GROUP, now_ms, len(commits), *writer.arguments]
+        reply: list[int] = await COMMIT_TURNS.run(self._engine, writer.keys, arguments)
+        return reply
+
+
+class _Writer:
+    """Writes commits as the keys and arguments of the script."""
+
+    def __init__(
+        self,
+        keys: PartitionKeys,
+        secret: bytes,
+        retention: Retention,
+        wire: WireFormat,
+        admit: AdmitModelTask,
+    ) -> None:
+        self._names = keys
+        self._secret = secret
+        self._retention = retention
+        self._wire: WireFormat = wire
+        self._admit = admit
+        self.keys: list[Argument] = [keys.inbox, keys.results]
+        self._numbers: dict[str, int] = {keys.inbox: INBOX, keys.results: RESULTS}
+        self.arguments: list[Argument] = []
+
+    def add(self, commit: SessionCommit) -> None:
+        arguments = self.arguments
+        start = len(arguments)
+        arguments += (
+            0,  # the position of the next item, known at the end
+            self._key(self._names.session(commit.session_id)),
+            commit.expected_version,
+            self._key(self._names.turn(commit.new_turn)) if commit.new_turn else 0,
+            "-" if commit.live is None else commit.live,
+            b"" if commit.state is None else encode_state(commit.state),
+            len(commit.sources),
+        )
+        for source in commit.sources:
+            arguments += source
+        count_at = len(arguments)
+        arguments.append(0)
+        arguments[count_at] = self._effects(commit)
+        arguments[start] = len(arguments) + 4  # behind the three arguments of the script itself, counted from 1
+
+    def _key(self, name: str) -> int:
+        number = self._numbers.get(name)
+        if number is None:
+            self.keys.append(name)
+            number = self._numbers[name] = len(self.keys)
+        return number
+
+    def _effects(self, commit: SessionCommit) -> int:
+        """Write the effects; events of one turn become one append, and so do transcript entries."""
+        published: dict[str, list[Publish]] = {}
+        appended: list[Append] = []
+        count = 0
+        for effect in commit.effects:
+            match effect:
+                case Publish():
+                    published.setdefault(effect.turn_id, []).append(effect)
+                case Append():
+                    appended.append(effect)
+                case _:
+                    self._effect(commit.session_id, effect)
+                    count += 1
+        for turn_id, events in published.items():
+            self._publish(turn_id, events)
+        for first in range(0, len(appended), _APPEND_CHUNK):
+            self._append(commit.session_id, appended[first : first + _APPEND_CHUNK])
+            count += 1
+        return count + len(published)
+
+    def _effect(
+        self,
+        session_id: str,
+        effect: DispatchModel | DispatchTool | Record | Index | Feed | SetTimer | Count,
+    ) -> None:
+        arguments, names = self.arguments, self._names
+        match effect:
+            case DispatchModel():
+                self._dispatch_model(effect)
+            case DispatchTool(task, queue):
+                arguments += ("X", self._key(names.tool(queue)), task.type, self._task(task))
+            case Record(turn_id, fields, ends):
+                arguments += (
+                    "H",
+                    self._key(names.turn(turn_id)),
+                    self._retention.record_ms if ends else 0,
+                    len(fields),
+                )
+                for item in fields.items():
+                    arguments += item
+            case Index(turn_id, created_ms):
+                arguments += ("T", self._key(names.turns), created_ms, turn_id)
+            case Feed():
+                body = {
+                    "turn_id": effect.turn_id,
+                    "session_id": effect.session_id,
+                    "agent_id": effect.agent_id,
+                    "detail": effect.detail,
+                }
+                arguments += ("F", self._key(names.feed), self._retention.feed_length, effect.event, _encode_json(body))
+            case SetTimer(at_ms):
+                timer = ("R", self._key(names.timers)) if at_ms is None else ("T", self._key(names.timers), at_ms)
+                arguments += (*timer, session_id)
+            case Count(name):
+                arguments += ("N", self._key(names.stats), name)
+            case _:
+                assert_never(effect)
+
+    def _dispatch_model(self, effect: DispatchModel) -> None:
+        names, body = self._names, self._task(effect.task)
+        if self._admit(effect.pool):
+            self.arguments += ("X", self._key(names.model(effect.pool)), effect.task.type, body)
+            return
+        backlog, clock = names.backlog(effect.pool), names.backlog_clock(effect.pool)
+        self.arguments += ("B", self._key(backlog), self._key(clock), effect.tenant, effect.priority, body)
+
+    def _task(self, task: ModelTask | ToolTask) -> bytes:
+        """A task's body, with the token that its result must echo."""
+        token = make_token(self._secret, task.turn_id, task.call, task.attempt)
+        return encode_body(msgspec.structs.replace(task, token=token), self._wire)
+
+    def _publish(self, turn_id: str, events: list[Publish]) -> None:
+        opens = any(event.opens for event in events)
+        closes = any(event.closes for event in events)
+        lifetime = self._retention.events_ms if closes else 0
+        self.arguments += ("E", self._key(self._names.events(turn_id)), int(opens), lifetime, len(events))
+        for publish in events:
+            self.arguments += (publish.event.type, encode_body(publish.event, self._wire))
+
+    def _append(self, session_id: str, appended: list[Append]) -> None:
+        self.arguments += ("L", self._key(self._names.transcript(session_id)), len(appended))
+        for entry in appended:
+            self.arguments.append(encode_body(entry.message, self._wire))
