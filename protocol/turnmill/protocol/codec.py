@@ -23,7 +23,8 @@ from .values import pack_value, unpack_value
 
 WireFormat: TypeAlias = Literal["json", "msgpack"]
 PROTOCOL_VERSION = 1
-BODY_BYTES_MAX = 8 * 1024 * 1024
+BODY_BYTES_MAX = 64 * 1024 * 1024
+"""No message may be larger; what people send is held to the setting `payload_bytes_max` well before that."""
 
 TYPE_FIELD = b"t"
 BODY_FIELD = b"d"

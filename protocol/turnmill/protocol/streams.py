@@ -145,13 +145,13 @@ def _deliveries(reply: Any) -> list[Delivery]:
 
 
 async def pending_ids(engine: Engine, stream: str, group: str, consumer: str, known: int) -> set[bytes] | None:
-    """The ids that are pending for a consumer; None where their number equals `known` (the cheap look comes first)."""
+    """The ids that are pending for a consumer; None where their number equals `known` (the cheap look comes first, and
+    is enough nearly always: a list of 1,000 takes the engine thirty times as long)."""
     try:
-        if known == 0:
-            summary = await engine.call("XPENDING", stream, group)
-            counts = {name: int(count) for name, count in (summary[3] or [])} if summary else {}
-            if counts.get(consumer.encode(), 0) == 0:
-                return None
+        summary = await engine.call("XPENDING", stream, group)
+        counts = {name: int(count) for name, count in (summary[3] or [])}
+        if counts.get(consumer.encode(), 0) == known and (known == 0 or random.random() > 0.1):
+            return None
         entries = await engine.call("XPENDING", stream, group, "-", "+", 10_000, consumer)
     except EngineReplyError as error:
         if is_group_missing(error):

@@ -1,0 +1,170 @@
+"""The host's door: start turns, attach to them, read transcripts. It needs no coordinator in its process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ulid import ULID
+
+from turnmill.protocol.codec import decode_message, encode_body
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.content import Message
+from turnmill.protocol.errors import ConfigurationError, DefinitionError
+from turnmill.protocol.keys import Keys, new_turn_id, partition_of_session, valid_session_id
+from turnmill.protocol.messages import StartTurn
+from turnmill.protocol.namespace import open_namespace
+from turnmill.protocol.settings import Settings, load_settings
+from turnmill.protocol.specs import ToolSpec, content_hash
+
+from .channel import Channels
+from .definitions import Agent, TurnOptions
+from .registry import publish
+from .turn import Turn
+
+
+class Client:
+    """A connection to a namespace. Made by `connect`."""
+
+    def __init__(self, engine: Engine, keys: Keys, settings: Settings) -> None:
+        self.engine = engine
+        self.keys = keys
+        self.settings = settings
+        self.channels = Channels(engine)
+        self._published: dict[str, str] = {}
+        self._published_tools: set[str] = set()
+
+    async def turn(
+        self,
+        agent: Agent | str,
+        message: str | Message | Sequence[Message],
+        *,
+        session: str | None = None,
+        options: TurnOptions | None = None,
+    ) -> Turn:
+        """Start a turn and return its handle; the turn runs whether anyone watches or not.
+
+        `agent` is an `Agent`, which is published, or the name of one that is. `message` is a text, a message, or a list
+        of messages that is used as it is. Without `session` the turn has a session of its own.
+        """
+        options = options or TurnOptions()
+        session_id = session or f"s-{str(ULID()).lower()}"
+        if not valid_session_id(session_id):
+            raise DefinitionError(
+                f"{session_id!r} is no session id: up to 256 characters without white space or braces"
+            )
+        reference = await self._reference(agent, options)
+        partition = partition_of_session(session_id, len(self.keys.partitions))
+        command = StartTurn(
+            turn_id=new_turn_id(partition),
+            session_id=session_id,
+            agent=reference,
+            messages=_messages(agent, message),
+            overrides=options.overrides(),
+            metadata=options.metadata,
+            tenant=options.tenant,
+            priority=options.priority,
+        )
+        await self.submit(command)
+        return Turn(
+            self,
+            command.turn_id,
+            session_id=session_id,
+            agent=agent,
+            message=message,
+            options=options,
+            is_new=True,
+        )
+
+    async def submit(self, command: StartTurn) -> None:
+        """Append a command to its partition's inbox. Raises `MessageTooLarge` above `payload_bytes_max`."""
+        body = encode_body(command, self.settings.wire, self.settings.payload_bytes_max)
+        keys = self.keys.of_turn(command.turn_id)
+        await self.engine.call("XADD", keys.inbox, "*", "t", command.type, "d", body)
+
+    def attach(self, turn_id: str) -> Turn:
+        """The handle of a turn that was started anywhere. Raises `ValueError` for what is no turn id."""
+        return Turn(self, turn_id)
+
+    async def transcript(self, session_id: str, first: int = 0, end: int | None = None) -> list[Message]:
+        """The messages `[first, end)` of a session, all of them without `end`."""
+        key = self.keys.of_session(session_id).transcript(session_id)
+        entries = await self.engine.call("LRANGE", key, first, -1 if end is None else end - 1)
+        return [decode_message(entry) for entry in entries]
+
+    async def publish(self, *agents: Agent) -> None:
+        """Publish agents and their tools, so that others may name them."""
+        specs = [agent.agent_spec() for agent in agents]
+        tools = [spec for agent in agents for spec in agent.tool_specs()]
+        self._published.update(await publish(self.engine, self.keys, specs, tools))
+
+    async def close(self) -> None:
+        await self.channels.close()
+        await self.engine.close()
+
+    async def _reference(self, agent: Agent | str, options: TurnOptions) -> str:
+        """`name@version`, the agent published under it; a name alone means what is published by then."""
+        extra = options.tool_specs()
+        if isinstance(agent, str):
+            await self._publish_tools(extra)
+            return agent
+        spec = agent.agent_spec()
+        version = content_hash(spec)
+        if self._published.get(spec.name) != version:
+            self._published.update(await publish(self.engine, self.keys, [spec], agent.tool_specs()))
+        await self._publish_tools(extra)
+        return f"{spec.name}@{version}"
+
+    async def _publish_tools(self, tools: list[ToolSpec]) -> None:
+        new = [spec for spec in tools if spec.name not in self._published_tools]
+        if new:
+            await publish(self.engine, self.keys, [], new)
+            self._published_tools.update(spec.name for spec in new)
+
+
+def _messages(agent: Agent | str, message: str | Message | Sequence[Message]) -> list[Message]:
+    """A prefix of the agent goes before a text, not before messages, which are used as they are."""
+    if isinstance(message, str):
+        prefix = agent.user_prompt_prefix if isinstance(agent, Agent) else ""
+        return [Message(role="user", content=prefix + message)]
+    messages = [message] if isinstance(message, Message) else list(message)
+    if not messages or not all(isinstance(item, Message) for item in messages):
+        raise DefinitionError("a turn starts with a text, a Message or a list of Messages")
+    return messages
+
+
+@asynccontextmanager
+async def connect(url: str | None = None, *, app: Any = None, **settings: Any) -> AsyncIterator[Client]:
+    """A client of the namespace at `url`, else at `TURNMILL_REDIS_URL` or `REDIS_URL`.
+
+    Without any URL the runtime is embedded: Valkey is started in a private directory and coordinator and workers run in
+    this process; `app` (an APP target, or objects) brings what they need beyond the agents' own tools. Further keyword
+    arguments are settings.
+    """
+    loaded = load_settings(redis_url=url, **settings)
+    if loaded.redis_url is None:
+        from .local import local_runtime  # the one place where the client may bring the workers along
+
+        async with local_runtime(loaded, app) as client:
+            yield client
+        return
+    if app is not None:
+        raise ConfigurationError("app= is for the embedded runtime; with a Redis URL start `turnmill worker tools APP`")
+    async with open_client(loaded.redis_url, loaded) as client:
+        yield client
+
+
+@asynccontextmanager
+async def open_client(url: str, settings: Settings) -> AsyncIterator[Client]:
+    engine = await Engine(url, response_timeout_seconds=settings.response_timeout).connect()
+    try:
+        namespace = await open_namespace(engine, settings.namespace, settings.partitions)
+        client = Client(engine, namespace.keys, settings)
+    except BaseException:
+        await engine.close()
+        raise
+    try:
+        yield client
+    finally:
+        await client.close()

@@ -1,0 +1,95 @@
+"""The embedded runtime: Valkey on demand, coordinator and workers in this process, for scripts, tests and first steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from turnmill.protocol.content import Message
+from turnmill.protocol.errors import TurnmillError
+from turnmill.protocol.settings import Settings
+from turnmill.workers.app import App, collect, load_app
+from turnmill.workers.tool_worker import ToolWorker
+from turnmill.workers.tools import Tool
+
+from .client import Client, open_client
+from .coordinator import Coordinator
+from .definitions import Agent, TurnOptions
+from .roles import Role, build_llm_worker, embedded_url, publish_app
+from .turn import Turn
+
+
+class LocalClient(Client):
+    """A client that brings its own runtime: tools of the agents it is given are served here."""
+
+    def start(self, app: App | None) -> None:
+        self._running: list[tuple[Role, asyncio.Task[None]]] = []
+        self._tool_queues: dict[str, dict[str, Tool[..., Any]]] = {}
+        self._llm = build_llm_worker(self.engine, self.keys, self.settings, app, [], None)
+        self._run(self._llm)
+        if app is not None:
+            self._serve_tools(app.tools.values())
+
+    async def start_coordinator(self) -> None:
+        self._run(await Coordinator.create(self.engine, self.keys, self.settings))
+
+    async def turn(
+        self,
+        agent: Agent | str,
+        message: str | Message | Sequence[Message],
+        *,
+        session: str | None = None,
+        options: TurnOptions | None = None,
+    ) -> Turn:
+        given = [*(agent.tools if isinstance(agent, Agent) else []), *((options.tools if options else None) or [])]
+        self._serve_tools(item for item in given if isinstance(item, Tool))
+        self._raise_failures()
+        return await super().turn(agent, message, session=session, options=options)
+
+    async def stop(self) -> None:
+        for role, _ in reversed(self._running):
+            role.stop()
+        await asyncio.gather(*[task for _, task in self._running], return_exceptions=True)
+
+    def _serve_tools(self, tools: Iterable[Tool[..., Any]]) -> None:
+        """One tool worker per queue, made when its first tool comes; more tools join it."""
+        for tool in tools:
+            served = self._tool_queues.get(tool.spec.queue)
+            if served is not None:
+                served[tool.spec.name] = tool
+                continue
+            worker = ToolWorker(self.engine, self.keys, self.settings, {tool.spec.name: tool}, queues=[tool.spec.queue])
+            self._tool_queues[tool.spec.queue] = worker.tools
+            self._run(worker)
+
+    def _run(self, role: Role) -> None:
+        self._running.append((role, asyncio.create_task(role.run())))
+
+    def _raise_failures(self) -> None:
+        for role, task in self._running:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                raise TurnmillError(f"the embedded {type(role).__name__} has failed") from task.exception()
+
+
+@asynccontextmanager
+async def local_runtime(settings: Settings, app: Any = None) -> AsyncIterator[LocalClient]:
+    """The embedded server, a coordinator, an LLM worker and tool workers, for as long as the context lasts."""
+    loaded = None if app is None else load_app(app) if isinstance(app, str) else collect("app", _listed(app))
+    url = await asyncio.to_thread(embedded_url, settings)
+    async with open_client(url, settings) as opened:
+        client = LocalClient(opened.engine, opened.keys, settings)
+        client.start(loaded)
+        try:
+            await client.start_coordinator()
+            if loaded is not None:
+                await publish_app(client.engine, client.keys, loaded)
+            yield client
+        finally:
+            await client.stop()
+            await client.channels.close()
+
+
+def _listed(app: Any) -> list[Any]:
+    return list(app) if isinstance(app, list | tuple | set) else [app]

@@ -1,0 +1,134 @@
+"""Composition root: the processes of a deployment, each from settings to a running loop.
+
+This module and `local` are the only ones of the runtime that know the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.errors import ConfigurationError
+from turnmill.protocol.keys import Keys
+from turnmill.protocol.namespace import open_namespace
+from turnmill.protocol.settings import Settings
+from turnmill.workers.app import App, load_app
+from turnmill.workers.tool_worker import ToolWorker
+
+from .coordinator import Coordinator
+from .registry import publish
+
+_log = structlog.get_logger(__name__)
+
+
+class Role(Protocol):
+    """Something that runs until it is told to stop."""
+
+    def stop(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+@asynccontextmanager
+async def open_engine(settings: Settings) -> AsyncIterator[tuple[Engine, Keys]]:
+    """The engine and the namespace of a process. Without a Redis URL it attaches to the embedded server."""
+    url = settings.redis_url
+    if url is None:
+        url = await asyncio.to_thread(embedded_url, settings)
+    engine = await Engine(url, response_timeout_seconds=settings.response_timeout).connect()
+    try:
+        namespace = await open_namespace(engine, settings.namespace, settings.partitions)
+        yield engine, namespace.keys
+    finally:
+        await engine.close()
+
+
+def embedded_url(settings: Settings) -> str:
+    """Start the embedded server, or attach to the one that runs in `data_dir`."""
+    from .embedded import ensure_server
+
+    return ensure_server(Path(settings.data_dir)).url
+
+
+async def run_coordinator(settings: Settings) -> None:
+    async with open_engine(settings) as (engine, keys):
+        await _serve(await Coordinator.create(engine, keys, settings))
+
+
+async def run_llm_worker(settings: Settings, target: str | None, pools: list[str], concurrency: int | None) -> None:
+    app = load_app(target) if target else None
+    async with open_engine(settings) as (engine, keys):
+        await _serve(build_llm_worker(engine, keys, settings, app, pools, concurrency))
+
+
+async def run_tool_worker(settings: Settings, target: str, queues: list[str], concurrency: int | None) -> None:
+    app = load_app(target)
+    if not app.tools and not app.agents:
+        raise ConfigurationError(f"{target} defines no tool: decorate functions with @tool")
+    async with open_engine(settings) as (engine, keys):
+        await publish_app(engine, keys, app)
+        await _serve(ToolWorker(engine, keys, settings, app.tools, queues=queues or None, concurrency=concurrency))
+
+
+def build_llm_worker(
+    engine: Engine, keys: Keys, settings: Settings, app: App | None, pools: list[str], concurrency: int | None
+) -> Role:
+    """An LLM worker with the models and scripts of an app; each model function has a pool of its own."""
+    try:
+        from turnmill.workers.llm_worker import LLMWorker
+        from turnmill.workers.providers.catalog import build_providers
+    except ImportError as error:
+        raise ConfigurationError(f"an LLM worker needs `pip install turnmill[llm]`: {error}") from error
+    models = list(app.models.values()) if app else []
+    scripts = list(app.scripts.values()) if app else []
+    served = (pools or ["default"]) + [f"host.{model.name}" for model in models]
+    providers = build_providers(settings, scripts, models)
+    return LLMWorker(engine, keys, settings, providers, pools=served, concurrency=concurrency)
+
+
+async def publish_app(engine: Engine, keys: Keys, app: App) -> None:
+    await publish(engine, keys, app.agent_specs.values(), app.tool_specs.values())
+
+
+async def _serve(role: Role) -> None:
+    """Run until SIGTERM or SIGINT, then drain; a second signal ends at once."""
+    loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(role.run())
+
+    def on_signal() -> None:
+        if stopping:
+            running.cancel()
+            return
+        stopping.append(True)
+        role.stop()
+
+    stopping: list[bool] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await running
+    except asyncio.CancelledError:
+        _log.warning("ended by a second signal before the drain was over")
+
+
+def loop_factory() -> Any:
+    """uvloop where there is one."""
+    try:
+        import uvloop
+
+        return uvloop.new_event_loop
+    except ImportError:
+        return None
+
+
+def run_async(main: Any) -> Any:
+    """Run a coroutine on the fastest loop at hand."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(main)

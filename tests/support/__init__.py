@@ -1,0 +1,1 @@
+"""What several tests share: waiting for conditions, servers that play a part."""

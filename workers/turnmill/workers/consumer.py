@@ -1,0 +1,290 @@
+"""The one loop of every worker: read as many tasks as there are free slots, run them, complete them, drain.
+
+What a worker holds is compared with what the engine says is pending for it, on every beat: an entry that was delivered
+in a reply that never arrived is found and run, a task that was taken away is abandoned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from turnmill.protocol.codec import TASK_CODEC, Unreadable, WireFormat, encode_body
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.errors import EngineError, EngineUnavailable, Superseded
+from turnmill.protocol.keys import WORKER_GROUP, Keys
+from turnmill.protocol.messages import Body, UnreadableTask
+from turnmill.protocol.processes import new_process_id
+from turnmill.protocol.settings import Settings
+from turnmill.protocol.streams import Completer, Delivery, GroupReader, create_groups, pending_ids, read_entry
+
+from .liveness import Liveness
+
+_log = structlog.get_logger(__name__)
+_READ_COUNT_MAX = 64
+_HAND_BACK_IDLE_MS = 3_600_000
+
+
+class Held:
+    """A task that this worker holds. `abandon` is called when it was taken away, or the worker must leave."""
+
+    __slots__ = ("abandoned", "delivery", "partition", "task", "waiter")
+
+    def __init__(self, delivery: Delivery, partition: int, task: Any) -> None:
+        self.delivery = delivery
+        self.partition = partition
+        self.task = task
+        self.waiter: asyncio.Task[None] | None = None
+        self.abandoned = False
+
+    def abandon(self) -> None:
+        if not self.abandoned:
+            self.abandoned = True
+            if self.waiter is not None:
+                self.waiter.cancel()
+
+
+Handler = Callable[[Any, int], Awaitable[Body]]
+"""Runs one task of a partition and gives its result. Raises `Superseded` where nobody wants it any more."""
+
+
+class Consumer:
+    """A worker process's consumer over the queues it serves, in all partitions."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        keys: Keys,
+        settings: Settings,
+        *,
+        role: str,
+        queues: Sequence[str],
+        concurrency: int,
+        handler: Handler,
+        wire: WireFormat = "json",
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        """`queues` are stream names behind the partition, such as `tool:default`."""
+        self.worker_id = new_process_id(role)
+        self._engine = engine
+        self._keys = keys
+        self._settings = settings
+        self._concurrency = concurrency
+        self._handler = handler
+        self._wire: WireFormat = wire
+        self._streams = {keys_.base + queue: keys_.partition for queue in queues for keys_ in keys.partitions}
+        self._order = list(self._streams)
+        self._held: dict[tuple[str, bytes], Held] = {}
+        self._suspects: set[tuple[str, bytes]] = set()
+        self._slot_free = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._completer = Completer(engine)
+        self._description = {
+            "id": self.worker_id,
+            "role": role,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "queues": list(queues),
+            "slots": concurrency,
+            "language": "python",
+            "started_at": time.time(),
+            **(details or {}),
+        }
+        self._liveness = Liveness(
+            engine.url,
+            [keys_.alive(self.worker_id) for keys_ in keys.partitions],
+            settings.liveness_seconds,
+            settings.heartbeat_seconds,
+            (keys.workers, self.worker_id, self._describe),
+        )
+        # A read must end before the liveness time, so that a frozen reader cannot swallow what others already retry.
+        self._block_ms = max(50, min(1000, int(settings.liveness_seconds * 1000 / 3)))
+        self.counters: dict[str, int] = {}
+
+    def stop(self) -> None:
+        """Drain: read nothing more, finish what is held, hand back the rest."""
+        self._stop.set()
+        self._slot_free.set()
+
+    async def run(self) -> None:
+        """Until `stop`."""
+        await create_groups(self._engine, self._order, WORKER_GROUP)
+        await asyncio.to_thread(self._liveness.start)
+        beating = asyncio.create_task(self._beat())
+        reading = asyncio.create_task(self._read())
+        _log.info("worker started", worker=self.worker_id, queues=self._description["queues"], slots=self._concurrency)
+        try:
+            done, _ = await asyncio.wait({beating, reading}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._stop.set()
+            await asyncio.gather(reading, return_exceptions=True)
+            await self._drain()
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            await asyncio.to_thread(self._liveness.stop)
+            _log.info("worker stopped", worker=self.worker_id, **self.counters)
+
+    # ---- read
+
+    async def _read(self) -> None:
+        reader = GroupReader(self._engine, WORKER_GROUP, self.worker_id)
+        try:
+            while not self._stop.is_set():
+                free = self._concurrency - len(self._held)
+                if free <= 0:
+                    self._slot_free.clear()
+                    await self._slot_free.wait()
+                    continue
+                lapses = self._liveness.lapses
+                streams, count = self._share(free)
+                deliveries = await reader.read(streams, count, self._block_ms)
+                if deliveries and (self._liveness.lapses != lapses or not self._liveness.is_valid):
+                    deliveries = await self._still_owned(deliveries)
+                for delivery in deliveries:
+                    self._accept(delivery)
+        finally:
+            reader.close()
+
+    def _share(self, free: int) -> tuple[list[str], int]:
+        """COUNT counts per stream: divide the free slots, and rotate where there are fewer slots than streams."""
+        if free >= len(self._order):
+            return self._order, min(free // len(self._order), _READ_COUNT_MAX)
+        self._order = self._order[free:] + self._order[:free]
+        return self._order[-free:], 1
+
+    async def _still_owned(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """After a freeze: what was read may have been given to a retry already; start only what is still ours."""
+        self._count("doubted_reads")
+        owned = []
+        for delivery in deliveries:
+            try:
+                entry = await self._engine.call(
+                    "XPENDING", delivery.stream, WORKER_GROUP, delivery.entry_id, delivery.entry_id, 1, self.worker_id
+                )
+            except EngineError:
+                continue  # unknown: the next beat finds it if it is ours
+            if entry:
+                owned.append(delivery)
+        return owned
+
+    def _accept(self, delivery: Delivery) -> None:
+        partition = self._streams[delivery.stream]
+        fields = delivery.fields
+        task = TASK_CODEC.decode_fields(fields) if fields else Unreadable("deleted while it was pending", "", b"")
+        held = Held(delivery, partition, task)
+        self._held[delivery.stream, delivery.entry_id] = held
+        held.waiter = asyncio.get_running_loop().create_task(self._run_one(held))
+
+    # ---- run
+
+    async def _run_one(self, held: Held) -> None:
+        try:
+            result = await self._result(held)
+            while result is not None:
+                body = encode_body(result, self._wire)
+                try:
+                    results = self._keys.partitions[held.partition].results
+                    await self._completer.complete(results, held.delivery, result.type, body)
+                    break
+                except EngineUnavailable:
+                    # The result may be stored or not. A copy is harmless: it meets a call that has its result.
+                    self._count("results_sent_again")
+                    await self._engine.ready()
+        except asyncio.CancelledError:
+            if not held.abandoned:
+                raise
+            self._count("abandoned")
+        finally:
+            self._held.pop((held.delivery.stream, held.delivery.entry_id), None)
+            self._slot_free.set()
+
+    async def _result(self, held: Held) -> Body | None:
+        task = held.task
+        if isinstance(task, Unreadable):
+            self._count("unreadable")
+            return UnreadableTask(
+                stream=held.delivery.stream,
+                entry_id=held.delivery.entry_id.decode(),
+                reason=task.reason,
+                entry_type=task.entry_type,
+                entry_body=task.body,
+            )
+        try:
+            return await self._handler(task, held.partition)
+        except Superseded:
+            self._count("superseded")
+            await self._acknowledge(held.delivery)
+            return None
+
+    async def _acknowledge(self, delivery: Delivery) -> None:
+        with contextlib.suppress(EngineError):  # else it is found pending, and run into the same answer
+            self._engine.call("XACK", delivery.stream, WORKER_GROUP, delivery.entry_id)
+            await self._engine.call("XDEL", delivery.stream, delivery.entry_id)
+
+    # ---- beat
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_seconds * random.uniform(0.8, 1.2))
+            try:
+                await self._compare()
+            except EngineError as error:
+                _log.warning("cannot compare what is held", worker=self.worker_id, error=str(error))
+
+    async def _compare(self) -> None:
+        """Held against pending. A reply may be on its way, so what is unknown is acted on at the second look."""
+        unknown: set[tuple[str, bytes]] = set()
+        for stream in self._streams:
+            before = [held for (name, _), held in self._held.items() if name == stream]
+            pending = await pending_ids(self._engine, stream, WORKER_GROUP, self.worker_id, len(before))
+            if pending is None:
+                continue
+            for held in before:
+                if held.delivery.entry_id not in pending:
+                    held.abandon()
+            unknown |= {(stream, entry_id) for entry_id in pending if (stream, entry_id) not in self._held}
+        again = unknown & self._suspects
+        self._suspects = unknown - again
+        for stream, entry_id in again:
+            self._count("found_pending")
+            if (stream, entry_id) not in self._held and not self._stop.is_set():
+                self._accept(await read_entry(self._engine, stream, entry_id))
+
+    # ---- leave
+
+    async def _drain(self) -> None:
+        running = {held.waiter for held in self._held.values() if held.waiter is not None}
+        if running:
+            await asyncio.wait(running, timeout=self._settings.drain_timeout)
+        for held in list(self._held.values()):
+            held.abandon()
+            await self._hand_back(held.delivery)
+        left = {held.waiter for held in self._held.values() if held.waiter is not None}
+        if left:
+            await asyncio.wait(left, timeout=1.0)
+
+    async def _hand_back(self, delivery: Delivery) -> None:
+        """Make the entry look long idle, so that the coordinator takes it at its next look."""
+        self._count("handed_back")
+        with contextlib.suppress(EngineError):  # else it is taken when the liveness time is over
+            await self._engine.call(
+                "XCLAIM", delivery.stream, WORKER_GROUP, self.worker_id, 0, delivery.entry_id,
+                "IDLE", _HAND_BACK_IDLE_MS, "JUSTID",
+            )  # fmt: skip
+
+    def _describe(self) -> bytes:
+        return msgspec.json.encode({**self._description, "used": len(self._held), "seen_at": time.time()})
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
