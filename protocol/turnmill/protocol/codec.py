@@ -118,7 +118,10 @@ def event_to_wire(event: Event, wire: WireFormat = "json") -> tuple[bytes, bytes
 
 def event_from_wire(kind: bytes, body: bytes) -> Event | Unreadable:
     """The event of an entry's fields, bytes in free values restored."""
-    return cast("Event | Unreadable", _map_free(EVENT_CODEC.decode(kind, body), unpack_value))
+    event = EVENT_CODEC.decode(kind, body)
+    if b"$bytes" in body or b"$escaped" in body:
+        event = _map_free(event, unpack_value)
+    return cast("Event | Unreadable", event)
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
@@ -161,7 +164,8 @@ def _map_free(value: S, change: Any) -> S:
     fields = {}
     for name in value.__struct_fields__:
         item = getattr(value, name)
-        free = name in _FREE_FIELDS and not isinstance(item, (msgspec.Struct, bytes))
+        typed = isinstance(item, msgspec.Struct) or (name == "data" and isinstance(item, bytes))  # an image's, a file's
+        free = name in _FREE_FIELDS and not typed
         fields[name] = change(item) if free else _map_free(item, change)
     return cast("S", type(value)(**fields))
 

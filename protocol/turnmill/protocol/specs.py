@@ -73,7 +73,7 @@ class AgentSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     tool_execution: Literal["parallel", "sequential"] = "parallel"
     tool_timeout_seconds: float | None = None
     retry: RetryPolicy = RetryPolicy()
-    model_timeout_seconds: float = 600.0
+    model_timeout_seconds: float = 300.0
     max_calls_per_step: int = 64
     pool: str | None = None
     tool_choice: str | None = None

@@ -57,9 +57,11 @@ async def create_groups(engine: Engine, streams: Iterable[str], group: str) -> N
 
 
 def is_group_missing(error: EngineReplyError) -> bool:
-    """A flushed or deleted stream; servers say it in three ways."""
+    """A flushed or deleted stream; servers say it in four ways."""
     text = str(error)
-    return text.startswith(("NOGROUP", "UNBLOCKED")) or "requires the key to exist" in text
+    return (
+        text.startswith(("NOGROUP", "UNBLOCKED")) or "requires the key to exist" in text or "no such key" in text.lower()
+    )
 
 
 def is_transient(error: EngineReplyError) -> bool:
@@ -247,21 +249,25 @@ async def dead_letter(
     await engine.call("EXEC")
 
 
+def publication_header(types: Sequence[str], bodies: Sequence[bytes]) -> str:
+    """What goes before the bodies of a published message: each event's type and length."""
+    return " ".join([f"{kind} {len(body)}" for kind, body in zip(types, bodies, strict=True)])
+
+
 def parse_publication(payload: bytes) -> list[tuple[int, bytes, int, bytes]]:
     """A published message of a channel as (number, type, at_ms, body) for each of its events.
 
-    Its form: the first event's number and a line feed; then for each event a line `type at length` and the body with a
-    line feed behind it.
+    Its form: a line of the first event's number, the time in ms, and the type and length of each event, all separated
+    by spaces; then the bodies, one behind the other.
     """
-    position = payload.index(b"\n")
-    number = int(payload[:position])
-    position += 1
+    line_end = payload.index(b"\n")
+    words = payload[:line_end].split(b" ")
+    number, at_ms = int(words[0]), int(words[1])
     events = []
-    while position < len(payload):
-        line_end = payload.index(b"\n", position)
-        kind, at, length = payload[position:line_end].split(b" ")
-        body_end = line_end + 1 + int(length)
-        events.append((number, kind, int(at), payload[line_end + 1 : body_end]))
+    position = line_end + 1
+    for index in range(2, len(words), 2):
+        body_end = position + int(words[index + 1])
+        events.append((number, words[index], at_ms, payload[position:body_end]))
         number += 1
-        position = body_end + 1
+        position = body_end
     return events

@@ -42,13 +42,13 @@ def pack_value(value: Any, depth: int = 0) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """The value that `pack_value` was given."""
+    """The value that `pack_value` was given. What only looks like packed bytes (a model may write anything) stays."""
     match value:
         case dict():
             if len(value) == 1:
                 (key, item), *_ = value.items()
                 if key == _BYTES and isinstance(item, str):
-                    return base64.b64decode(item)
+                    return _bytes_of(item, value)
                 if key == _ESCAPED and isinstance(item, dict):
                     return {name: unpack_value(inner) for name, inner in item.items()}
             return {key: unpack_value(item) for key, item in value.items()}
@@ -56,6 +56,13 @@ def unpack_value(value: Any) -> Any:
             return [unpack_value(item) for item in value]
         case _:
             return value
+
+
+def _bytes_of(text: str, otherwise: Any) -> Any:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return otherwise
 
 
 def _key(key: Any) -> str:

@@ -40,13 +40,15 @@ class ChannelExpiredError(Exception):
 class _Follower:
     """One reader of one channel: a bounded buffer between the subscriber connection and the reader's pace."""
 
-    __slots__ = ("buffer", "confirmed", "overflowed", "wake")
+    __slots__ = ("buffer", "confirmed", "heard", "overflowed", "silent", "wake")
 
     def __init__(self) -> None:
         self.buffer: deque[tuple[int, bytes, int, bytes]] = deque()
         self.wake = asyncio.Event()
         self.confirmed = False
         self.overflowed = False
+        self.heard = True
+        self.silent = False
 
     def push(self, events: list[tuple[int, bytes, int, bytes]]) -> None:
         if len(self.buffer) + len(events) > _BUFFERED_EVENTS_MAX:
@@ -55,7 +57,15 @@ class _Follower:
             self.overflowed = True
         else:
             self.buffer.extend(events)
+        self.heard = True
         self.wake.set()
+
+    def tick(self) -> None:
+        """Called now and then: one whole interval without a word ends the wait."""
+        if not self.heard:
+            self.silent = True
+            self.wake.set()
+        self.heard = False
 
 
 class Channels:
@@ -139,11 +149,10 @@ class Channels:
                 yield RawEvent(number, kind, at_ms, body)
             if follower.overflowed:
                 return
-            if not follower.wake.is_set():
-                try:
-                    await asyncio.wait_for(follower.wake.wait(), _SILENCE_SECONDS)
-                except TimeoutError:
-                    return  # a look at the stream now and then, should a publication have been lost
+            if follower.silent:
+                follower.silent = False
+                return  # a look at the stream now and then, should a publication have been lost
+            await follower.wake.wait()
 
     async def _exists(self, channel: str) -> bool:
         try:
@@ -204,6 +213,9 @@ class Channels:
     async def _watch(self, link: SubscriberLink) -> None:
         while link.is_open:
             await asyncio.wait({link.closed}, timeout=_SILENCE_SECONDS)
+            for followers in self._followers.values():
+                for follower in followers:
+                    follower.tick()
             if link.is_open and link.silent_seconds > _SILENCE_SECONDS:
                 if link.silent_seconds > 3 * _SILENCE_SECONDS:
                     link.close()

@@ -16,12 +16,15 @@ from turnmill.protocol.keys import Keys, new_turn_id, partition_of_session, vali
 from turnmill.protocol.messages import StartTurn
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings, load_settings
-from turnmill.protocol.specs import ToolSpec, content_hash
+from turnmill.protocol.specs import ToolSpec
 
 from .channel import Channels
 from .definitions import Agent, TurnOptions
 from .registry import publish
 from .turn import Turn
+
+
+_DEFAULT_OPTIONS = TurnOptions()
 
 
 class Client:
@@ -32,7 +35,7 @@ class Client:
         self.keys = keys
         self.settings = settings
         self.channels = Channels(engine)
-        self._published: dict[str, str] = {}
+        self._references: dict[int, tuple[Agent, str]] = {}
         self._published_tools: set[str] = set()
 
     async def turn(
@@ -48,7 +51,7 @@ class Client:
         `agent` is an `Agent`, which is published, or the name of one that is. `message` is a text, a message, or a list
         of messages that is used as it is. Without `session` the turn has a session of its own.
         """
-        options = options or TurnOptions()
+        options = options or _DEFAULT_OPTIONS
         session_id = session or f"s-{str(ULID()).lower()}"
         if not valid_session_id(session_id):
             raise DefinitionError(
@@ -97,7 +100,7 @@ class Client:
         """Publish agents and their tools, so that others may name them."""
         specs = [agent.agent_spec() for agent in agents]
         tools = [spec for agent in agents for spec in agent.tool_specs()]
-        self._published.update(await publish(self.engine, self.keys, specs, tools))
+        await publish(self.engine, self.keys, specs, tools)
 
     async def close(self) -> None:
         await self.channels.close()
@@ -109,12 +112,14 @@ class Client:
         if isinstance(agent, str):
             await self._publish_tools(extra)
             return agent
-        spec = agent.agent_spec()
-        version = content_hash(spec)
-        if self._published.get(spec.name) != version:
-            self._published.update(await publish(self.engine, self.keys, [spec], agent.tool_specs()))
-        await self._publish_tools(extra)
-        return f"{spec.name}@{version}"
+        if extra:
+            await self._publish_tools(extra)
+        known = self._references.get(id(agent))
+        if known is None or known[0] is not agent:
+            spec = agent.agent_spec()
+            versions = await publish(self.engine, self.keys, [spec], agent.tool_specs())
+            known = self._references[id(agent)] = agent, f"{spec.name}@{versions[spec.name]}"
+        return known[1]
 
     async def _publish_tools(self, tools: list[ToolSpec]) -> None:
         new = [spec for spec in tools if spec.name not in self._published_tools]

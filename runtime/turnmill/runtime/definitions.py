@@ -86,7 +86,7 @@ class Agent(_Definition):
     stop_when: list[StopCondition] = []
     tool_execution: Literal["parallel", "sequential"] = "parallel"
     tool_timeout: float | None = Field(None, gt=0)
-    model_timeout: float = Field(600.0, gt=0)
+    model_timeout: float = Field(300.0, gt=0)
     max_calls_per_step: int = Field(64, ge=1, le=1000)
     retry: RetryPolicy = RetryPolicy()
     tool_choice: str | None = None

@@ -7,7 +7,17 @@ from typing import Any
 import msgspec
 
 from turnmill.protocol.content import Message, ReasoningPart, Termination, ToolCall, ToolResult, Usage
-from turnmill.protocol.events import TurnSummary
+from turnmill.protocol.events import (
+    Event,
+    ReasoningDelta,
+    StepFinished,
+    StepReset,
+    StepStarted,
+    TextDelta,
+    ToolCallReady,
+    ToolResultReady,
+    TurnSummary,
+)
 from turnmill.protocol.values import unpack_value
 
 
@@ -107,6 +117,50 @@ def step_result(messages: list[Message]) -> StepResult:
         finish_reason=assistant.finish_reason,
         usage=assistant.usage,
     )
+
+
+class SeenStep:
+    """What a reader has seen of the running step, so that `step.finished` need not be looked up in the transcript."""
+
+    __slots__ = ("_calls", "_follows", "_reasoning", "_results", "_text")
+
+    def __init__(self, *, complete: bool) -> None:
+        """`complete`: the reader sees every event of the channel from its beginning."""
+        self._follows = complete
+        self._clear()
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TextDelta():
+                self._text += event.text
+            case ReasoningDelta():
+                self._reasoning += event.text or ""
+            case ToolCallReady():
+                self._calls.append(event.tool_call)
+            case ToolResultReady():
+                self._results.append(event.tool_result)
+            case StepStarted() | StepReset():
+                self._clear()
+            case _:
+                return
+
+    def filled(self, event: StepFinished) -> StepFinished | None:
+        """The event with the step's content; None where this reader has not seen all of it."""
+        if not self._follows:
+            return None
+        step = msgspec.structs.replace(
+            event.step,
+            text=self._text,
+            reasoning=self._reasoning or None,
+            tool_calls=self._calls,
+            tool_results=self._results,
+        )
+        return StepFinished(step_number=event.step_number, step=step, usage=event.usage)
+
+    def _clear(self) -> None:
+        self._text = self._reasoning = ""
+        self._calls: list[ToolCall] = []
+        self._results: list[ToolResult] = []
 
 
 def _steps(messages: list[Message]) -> list[StepResult]:

@@ -13,7 +13,7 @@ from turnmill.protocol.connection import Argument, Engine
 from turnmill.protocol.keys import COORDINATOR_GROUP, PartitionKeys
 from turnmill.protocol.messages import ModelTask, ToolTask
 from turnmill.protocol.namespace import make_token
-from turnmill.protocol.streams import COMMIT_TURNS
+from turnmill.protocol.streams import COMMIT_TURNS, publication_header
 
 from .effects import (
     Append,
@@ -243,9 +243,10 @@ class _Writer:
         opens = any(event.opens for event in events)
         closes = any(event.closes for event in events)
         lifetime = self._retention.events_ms if closes else 0
-        self.arguments += ("E", self._key(self._names.events(turn_id)), int(opens), lifetime, len(events))
-        for publish in events:
-            self.arguments += (publish.event.type, encode_body(publish.event, self._wire))
+        types = [publish.event.type for publish in events]
+        bodies = [encode_body(publish.event, self._wire) for publish in events]
+        key, header = self._key(self._names.events(turn_id)), publication_header(types, bodies)
+        self.arguments += ("E", key, int(opens), lifetime, len(events), header, *types, *bodies)
 
     def _append(self, session_id: str, appended: list[Append]) -> None:
         self.arguments += ("L", self._key(self._names.transcript(session_id)), len(appended))

@@ -25,7 +25,7 @@ from turnmill.protocol.events import (
 
 from .channel import ChannelExpiredError, RawEvent
 from .definitions import Agent, TurnOptions
-from .results import TurnResult, build_result, step_result
+from .results import SeenStep, TurnResult, build_result, step_result
 
 if TYPE_CHECKING:
     from .client import Client
@@ -56,7 +56,7 @@ class Turn:
         self.session_id = session_id
         self.agent = agent
         self.message = message
-        self.options = options or TurnOptions()
+        self.options = options
 
     def __repr__(self) -> str:
         return f"<Turn {self.id} {self._status}>"
@@ -99,6 +99,7 @@ class Turn:
         self, after: int = 0, types: Collection[str] | None = None
     ) -> AsyncIterator[tuple[int, Event]]:
         """`events` with each event's number: the cursor to resume from."""
+        seen = SeenStep(complete=after == 0 and types is None)
         async for raw in self._raw_events(after):
             if (
                 types is not None
@@ -110,8 +111,9 @@ class Turn:
             if isinstance(event, Unreadable):
                 continue  # of a newer version: what this reader does not know, it does not show
             self._note(event)
+            seen.add(event)
             if isinstance(event, StepFinished):
-                event = await self._with_step(event)
+                event = seen.filled(event) or await self._with_step(event)
             yield raw.number, event
 
     async def text_stream(self) -> AsyncIterator[str]:

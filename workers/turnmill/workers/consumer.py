@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from turnmill.protocol.codec import TASK_CODEC, Unreadable, WireFormat, encode_body
+from turnmill.protocol.codec import BODY_FIELD, TASK_CODEC, TYPE_FIELD, Unreadable, WireFormat, encode_body, unreadable
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineError, EngineUnavailable, Superseded
 from turnmill.protocol.keys import WORKER_GROUP, Keys
@@ -32,6 +32,7 @@ from .liveness import Liveness
 _log = structlog.get_logger(__name__)
 _READ_COUNT_MAX = 64
 _HAND_BACK_IDLE_MS = 3_600_000
+_LIVENESS_POLL_SECONDS = 0.01
 
 
 class Held:
@@ -69,16 +70,18 @@ class Consumer:
         role: str,
         queues: Sequence[str],
         concurrency: int,
+        takes: type[Body],
         handler: Handler,
         wire: WireFormat = "json",
         details: dict[str, Any] | None = None,
     ) -> None:
-        """`queues` are stream names behind the partition, such as `tool:default`."""
+        """`queues` are stream names behind the partition, such as `tool:default`; `takes` is the kind of their tasks."""
         self.worker_id = new_process_id(role)
         self._engine = engine
         self._keys = keys
         self._settings = settings
         self._concurrency = concurrency
+        self._takes = takes
         self._handler = handler
         self._wire: WireFormat = wire
         self._streams = {keys_.base + queue: keys_.partition for queue in queues for keys_ in keys.partitions}
@@ -166,6 +169,9 @@ class Consumer:
     async def _still_owned(self, deliveries: list[Delivery]) -> list[Delivery]:
         """After a freeze: what was read may have been given to a retry already; start only what is still ours."""
         self._count("doubted_reads")
+        # A sign of life first: what is ours under it cannot be taken away between this look and the start.
+        while not self._liveness.is_valid and not self._stop.is_set():
+            await asyncio.sleep(_LIVENESS_POLL_SECONDS)
         owned = []
         for delivery in deliveries:
             try:
@@ -179,12 +185,19 @@ class Consumer:
         return owned
 
     def _accept(self, delivery: Delivery) -> None:
-        partition = self._streams[delivery.stream]
-        fields = delivery.fields
-        task = TASK_CODEC.decode_fields(fields) if fields else Unreadable("deleted while it was pending", "", b"")
-        held = Held(delivery, partition, task)
+        if (delivery.stream, delivery.entry_id) in self._held:
+            return  # found pending meanwhile
+        held = Held(delivery, self._streams[delivery.stream], self._task(delivery.fields))
         self._held[delivery.stream, delivery.entry_id] = held
         held.waiter = asyncio.get_running_loop().create_task(self._run_one(held))
+
+    def _task(self, fields: dict[bytes, bytes] | None) -> Body | Unreadable:
+        if not fields:
+            return Unreadable("deleted while it was pending", "", b"")
+        task = TASK_CODEC.decode_fields(fields)
+        if isinstance(task, Unreadable | self._takes):
+            return task
+        return unreadable(f"a {task.type} does not belong into this stream", fields[TYPE_FIELD], fields[BODY_FIELD])
 
     # ---- run
 

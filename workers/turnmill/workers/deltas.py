@@ -18,7 +18,7 @@ from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import EngineReplyError, EngineUnavailable, ErrorKind, Superseded
 from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta
-from turnmill.protocol.streams import APPEND_DELTAS, is_transient
+from turnmill.protocol.streams import APPEND_DELTAS, is_transient, publication_header
 
 from .providers.base import Live, ProviderError
 
@@ -50,6 +50,7 @@ class DeltaPublisher:
         self._wire: WireFormat = wire
         self._buffer: list[Live] = []
         self._offset = 0
+        self._scheduled: asyncio.Handle | None = None
         self._flushing: asyncio.Task[None] | None = None
         self._flushed_at = 0.0
         self._failure: Exception | None = None
@@ -64,14 +65,14 @@ class DeltaPublisher:
             buffer[-1] = joined
         else:
             buffer.append(event)
-        if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().create_task(self._flush())
+        if self._flushing is None and self._scheduled is None:
+            # In the next tick: what the provider gives in one piece leaves in one piece.
+            self._scheduled = asyncio.get_running_loop().call_soon(self._start)
 
     async def finish(self) -> list[dict[str, Any]]:
         """Wait for what is on the way; the dict forms of what was not published."""
         buffer, self._buffer = self._buffer, []
-        if self._flushing is not None:
-            await asyncio.wait({self._flushing})
+        await self._settle()
         if self._failure is not None:
             raise self._failure
         return [{"type": event.type, **msgspec.to_builtins(event)} for event in buffer]
@@ -79,6 +80,16 @@ class DeltaPublisher:
     async def discard(self) -> None:
         """The attempt failed: what was not published is void anyway."""
         self._buffer = []
+        await self._settle()
+
+    def _start(self) -> None:
+        self._scheduled = None
+        self._flushing = asyncio.get_running_loop().create_task(self._flush())
+
+    async def _settle(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
         if self._flushing is not None:
             await asyncio.wait({self._flushing})
 
@@ -99,9 +110,10 @@ class DeltaPublisher:
             self._flushing = None
 
     async def _send(self, buffer: list[Live]) -> None:
-        arguments: list[Any] = [self._live, self._offset, self._now_ms(), self._bytes_max, len(buffer)]
-        for event in buffer:
-            arguments += (event.type, encode_body(event, self._wire))
+        types = [event.type for event in buffer]
+        bodies = [encode_body(event, self._wire) for event in buffer]
+        header = publication_header(types, bodies)
+        arguments = [self._live, self._offset, self._now_ms(), self._bytes_max, len(buffer), header, *types, *bodies]
         accepted = await self._run(arguments)
         if accepted == -3:
             text = f"the step published more than {self._bytes_max} bytes of events (TURNMILL_EVENT_BYTES_MAX)"

@@ -58,6 +58,7 @@ class LLMWorker:
             role="llm",
             queues=[f"model:{pool}" for pool in pools or ["default"]],
             concurrency=concurrency or settings.llm_concurrency,
+            takes=ModelTask,
             handler=self._handle,
             wire=settings.wire,
             details={"providers": sorted(self._providers)},
@@ -121,7 +122,8 @@ class LLMWorker:
     async def _stream(
         self, task: ModelTask, keys: PartitionKeys, publisher: DeltaPublisher
     ) -> tuple[Completed, dict[str, jsonschema_rs.Validator]]:
-        (plan, validators), messages = await asyncio.gather(self._plan(keys, task), self._messages(keys, task))
+        plan, validators = self._plans.get(task.plan) or await self._load_plan(keys, task)
+        messages = await self._messages(keys, task)
         prefix, _, model = plan.agent.model.partition(":")
         provider = self._providers.get(prefix)
         if provider is None:
@@ -163,11 +165,8 @@ class LLMWorker:
             wire=self._wire,
         )
 
-    async def _plan(self, keys: PartitionKeys, task: ModelTask) -> tuple[Plan, dict[str, jsonschema_rs.Validator]]:
+    async def _load_plan(self, keys: PartitionKeys, task: ModelTask) -> tuple[Plan, dict[str, jsonschema_rs.Validator]]:
         """A plan is content-addressed: what was read once holds for ever."""
-        cached = self._plans.get(task.plan)
-        if cached is not None:
-            return cached
         body = await self._engine.call("GET", keys.plan(task.plan))
         if body is None:
             text = f"the plan {task.plan} of turn {task.turn_id} is gone (TURNMILL_PLAN_TTL)"

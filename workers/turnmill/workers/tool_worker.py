@@ -56,6 +56,7 @@ class ToolWorker:
             role="tools",
             queues=[f"tool:{queue}" for queue in sorted(served)],
             concurrency=concurrency or settings.tool_concurrency,
+            takes=ToolTask,
             handler=self._handle,
             wire=settings.wire,
             details={"tools": sorted(self.tools)},
@@ -77,6 +78,14 @@ class ToolWorker:
             await self._engine.call("HSET", self._keys.tools, *fields)
 
     async def _handle(self, task: ToolTask, partition: int) -> ToolReply:
+        try:
+            return await self._call(task, partition)
+        except Exception as error:
+            # A fault of ours must cost one call: a task without an answer would be found pending and fail again.
+            _log.exception("tool call failed", tool=task.tool, turn=task.turn_id, call=task.call)
+            return _reply(task, error=ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}"))
+
+    async def _call(self, task: ToolTask, partition: int) -> ToolReply:
         tool = self.tools.get(task.tool)
         if tool is None:
             return _reply(task, error=self._unknown(task))

@@ -7,7 +7,8 @@
 --          live ('-': unchanged), state ('': unchanged), number of messages, (stream key number, entry id)...,
 --          number of effects, effects...
 --        an effect is a letter and its arguments (key means a number in KEYS):
---          E key create ttl_ms n (type body)...      append events to a channel and publish them
+--          E key create ttl_ms n header type... body...   append events to a channel and publish them; the header is
+--                                                    'type length' of each event, joined by spaces
 --          X key type body                           add a task to a stream
 --          B key clock_key tenant priority body      put a model task into the pool's backlog
 --          L key n value...                          append to a transcript
@@ -18,33 +19,11 @@
 --          N key field                               count
 -- Returns  one number for each item: the new version, -1 where the session has another version (nothing was written),
 --          -2 where the guard key exists (nothing was written)
+-- Written for speed: the arguments are walked by one index in one chain, and digits are made numbers by adding 0.
 local call, K, A = redis.call, KEYS, ARGV
 local group, now = A[1], A[2]
 local result, acknowledged = {}, {{}, {}}
 local a = 4
-
-local function append_events(key, create, ttl, count)
-  local first
-  local lines = {}
-  for _ = 1, count do
-    local kind, body = A[a], A[a + 1]
-    a = a + 2
-    local id
-    if create == '1' and not first then
-      id = call('XADD', key, '0-*', 't', kind, 'd', body, 'at', now)
-    else
-      id = call('XADD', key, 'NOMKSTREAM', '0-*', 't', kind, 'd', body, 'at', now)
-    end
-    if id then
-      first = first or id
-      lines[#lines + 1] = kind .. ' ' .. now .. ' ' .. #body .. '\n' .. body .. '\n'
-    end
-  end
-  if first then
-    call('SPUBLISH', key, string.sub(first, 3) .. '\n' .. table.concat(lines))
-    if ttl ~= '0' then call('PEXPIRE', key, ttl) end
-  end
-end
 
 local function enqueue(backlog, clock, tenant, priority, body)
   -- Start-time fair queueing: a tenant's next task comes one place behind its last one, but never before the place
@@ -55,54 +34,11 @@ local function enqueue(backlog, clock, tenant, priority, body)
   call('ZADD', backlog, place - priority * 1e12, body)
 end
 
-local effects = {
-  E = function()
-    local key, create, ttl, count = K[tonumber(A[a])], A[a + 1], A[a + 2], tonumber(A[a + 3])
-    a = a + 4
-    append_events(key, create, ttl, count)
-  end,
-  X = function()
-    call('XADD', K[tonumber(A[a])], '*', 't', A[a + 1], 'd', A[a + 2])
-    a = a + 3
-  end,
-  B = function()
-    enqueue(K[tonumber(A[a])], K[tonumber(A[a + 1])], A[a + 2], tonumber(A[a + 3]), A[a + 4])
-    a = a + 5
-  end,
-  L = function()
-    local count = tonumber(A[a + 1])
-    call('RPUSH', K[tonumber(A[a])], unpack(A, a + 2, a + 1 + count))
-    a = a + 2 + count
-  end,
-  H = function()
-    local key, ttl, count = K[tonumber(A[a])], A[a + 1], tonumber(A[a + 2])
-    call('HSET', key, unpack(A, a + 3, a + 2 + 2 * count))
-    if ttl ~= '0' then call('PEXPIRE', key, ttl) end
-    a = a + 3 + 2 * count
-  end,
-  T = function()
-    call('ZADD', K[tonumber(A[a])], A[a + 1], A[a + 2])
-    a = a + 3
-  end,
-  R = function()
-    call('ZREM', K[tonumber(A[a])], A[a + 1])
-    a = a + 2
-  end,
-  F = function()
-    call('XADD', K[tonumber(A[a])], 'MAXLEN', '~', A[a + 1], '*', 't', A[a + 2], 'd', A[a + 3])
-    a = a + 4
-  end,
-  N = function()
-    call('HINCRBY', K[tonumber(A[a])], A[a + 1], 1)
-    a = a + 2
-  end,
-}
-
 -- An item that is refused writes nothing: its end is given, so that the next one is found without reading its effects.
-for i = 1, tonumber(A[3]) do
-  local item_end = tonumber(A[a])
-  local session, version, guard = K[tonumber(A[a + 1])], A[a + 2], tonumber(A[a + 3])
-  local live, state, messages = A[a + 4], A[a + 5], tonumber(A[a + 6])
+for i = 1, A[3] + 0 do
+  local item_end = A[a] + 0
+  local session, version, guard = K[A[a + 1] + 0], A[a + 2], A[a + 3] + 0
+  local live, state, messages = A[a + 4], A[a + 5], A[a + 6] + 0
   a = a + 7
   if (call('HGET', session, 'v') or '0') ~= version then
     result[i] = -1
@@ -110,13 +46,11 @@ for i = 1, tonumber(A[3]) do
     result[i] = -2
   else
     for _ = 1, messages do
-      local source = tonumber(A[a])
-      call('XACK', K[source], group, A[a + 1])
-      local ids = acknowledged[source]
+      local ids = acknowledged[A[a] + 0]
       ids[#ids + 1] = A[a + 1]
       a = a + 2
     end
-    local new = tonumber(version) + 1
+    local new = version + 1
     if state == '' then
       call('HSET', session, 'v', new)
     elseif live == '-' then
@@ -124,18 +58,69 @@ for i = 1, tonumber(A[3]) do
     else
       call('HSET', session, 'v', new, 's', state, 'live', live, 'offset', 0)
     end
-    local count = tonumber(A[a])
+    local effects = A[a] + 0
     a = a + 1
-    for _ = 1, count do
-      local effect = effects[A[a]]
-      a = a + 1
-      effect()
+    for _ = 1, effects do
+      local effect, key = A[a], K[A[a + 1] + 0]
+      if effect == 'E' then
+        local lifetime, count, header = A[a + 3], A[a + 4] + 0, A[a + 5]
+        local first
+        if A[a + 2] == '1' then
+          a = a + 6
+          first = call('XADD', key, '0-*', 't', A[a], 'd', A[a + count], 'at', now)
+        else
+          a = a + 6
+          first = call('XADD', key, 'NOMKSTREAM', '0-*', 't', A[a], 'd', A[a + count], 'at', now)
+        end
+        -- A channel that is gone (deleted, flushed) stays gone: a new one would begin at 1 again.
+        if first then
+          for event = a + 1, a + count - 1 do
+            call('XADD', key, 'NOMKSTREAM', '0-*', 't', A[event], 'd', A[event + count], 'at', now)
+          end
+          local bodies = table.concat(A, '', a + count, a + 2 * count - 1)
+          call('SPUBLISH', key, string.sub(first, 3) .. ' ' .. now .. ' ' .. header .. '\n' .. bodies)
+          if lifetime ~= '0' then call('PEXPIRE', key, lifetime) end
+        end
+        a = a + 2 * count
+      elseif effect == 'X' then
+        call('XADD', key, '*', 't', A[a + 2], 'd', A[a + 3])
+        a = a + 4
+      elseif effect == 'L' then
+        local last = a + 2 + A[a + 2]
+        call('RPUSH', key, unpack(A, a + 3, last))
+        a = last + 1
+      elseif effect == 'T' then
+        call('ZADD', key, A[a + 2], A[a + 3])
+        a = a + 4
+      elseif effect == 'H' then
+        local last = a + 3 + 2 * A[a + 3]
+        call('HSET', key, unpack(A, a + 4, last))
+        if A[a + 2] ~= '0' then call('PEXPIRE', key, A[a + 2]) end
+        a = last + 1
+      elseif effect == 'F' then
+        call('XADD', key, 'MAXLEN', '~', A[a + 2], '*', 't', A[a + 3], 'd', A[a + 4])
+        a = a + 5
+      elseif effect == 'R' then
+        call('ZREM', key, A[a + 2])
+        a = a + 3
+      elseif effect == 'N' then
+        call('HINCRBY', key, A[a + 2], 1)
+        a = a + 3
+      elseif effect == 'B' then
+        enqueue(key, K[A[a + 2] + 0], A[a + 3], A[a + 4] + 0, A[a + 5])
+        a = a + 6
+      else
+        error('unknown effect ' .. tostring(effect))
+      end
     end
     result[i] = new
   end
   a = item_end
 end
 for source = 1, 2 do
-  if #acknowledged[source] > 0 then call('XDEL', K[source], unpack(acknowledged[source])) end
+  if #acknowledged[source] > 0 then
+    call('XACK', K[source], group, unpack(acknowledged[source]))
+    call('XDEL', K[source], unpack(acknowledged[source]))
+  end
 end
 return result
