@@ -56,7 +56,7 @@ class Fleet:
         command = [sys.executable]
         if self._profile is not None:
             command += ["-m", "cProfile", "-o", str(self._profile / f"{name}.pstats")]
-        command += (["/tmp/lab/fakecli.py"] if os.environ.get("FAKECLI") else ["-m", "turnmill.runtime"]) + [*arguments]
+        command += ["-m", "turnmill.runtime", *arguments]
         self.processes[name] = subprocess.Popen(command, env=self._environment)
 
     def cpu_seconds(self) -> dict[str, float]:

@@ -44,6 +44,21 @@ def partition_of_turn(turn_id: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def model_queue(pool: str) -> str:
+    """The name of a pool's task stream behind the partition; the same in every partition."""
+    return f"model:{pool}"
+
+
+def tool_queue(queue: str) -> str:
+    """The name of a tool queue's task stream behind the partition; the same in every partition."""
+    return f"tool:{queue}"
+
+
+def pool_of_queue(name: str) -> str | None:
+    """The pool whose task stream has this name; None where it is a tool queue's."""
+    return name.removeprefix("model:") if name.startswith("model:") else None
+
+
 class PartitionKeys:
     """The keys of one partition; the frequent ones are made once."""
 
@@ -63,10 +78,10 @@ class PartitionKeys:
         self.stats = self.base + "stats"
 
     def model(self, pool: str) -> str:
-        return f"{self.base}model:{pool}"
+        return self.base + model_queue(pool)
 
     def tool(self, queue: str) -> str:
-        return f"{self.base}tool:{queue}"
+        return self.base + tool_queue(queue)
 
     def alive(self, worker_id: str) -> str:
         return f"{self.base}alive:{worker_id}"
@@ -87,7 +102,7 @@ class PartitionKeys:
         return f"{self.base}session:{session_id}"
 
     def transcript(self, session_id: str) -> str:
-        return f"{self.base}session:{session_id}:transcript"
+        return f"{self.base}transcript:{session_id}"
 
     def plan(self, plan_id: str) -> str:
         return f"{self.base}plan:{plan_id}"
@@ -100,7 +115,7 @@ class PartitionKeys:
         return f"{self.base}backlog:{pool}"
 
     def backlog_clock(self, pool: str) -> str:
-        return f"{self.base}backlog:{pool}:clock"
+        return f"{self.base}backlog-clock:{pool}"
 
 
 class Keys:

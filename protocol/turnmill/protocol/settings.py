@@ -34,23 +34,36 @@ DAY_SECONDS = 24 * HOUR_SECONDS
 # Platforms hand these two out under their own names.
 FALLBACK_VARIABLES: Mapping[str, str] = {"redis_url": "REDIS_URL", "port": "PORT"}
 
-# Variables with our prefix that are no settings: the options of the command line, and where the embedded server is.
+# Variables with our prefix that are no settings: the options of the command line, the example's model, and where the
+# embedded server is.
 OTHER_VARIABLES = frozenset(
     PREFIX + name
     for name in (
-        "APP",
         "AFTER",
+        "AGENT",
+        "ALL",
+        "APP",
+        "CHECK",
         "CONCURRENCY",
+        "DEMO_MODEL",
         "DETACH",
+        "EVENTS",
         "FROM",
         "IDEMPOTENCY_KEY",
         "JSON",
+        "LIMIT",
         "MAX_STEPS",
+        "MESSAGES",
         "MODEL",
         "ON_BUSY",
+        "OPTION",
+        "POOL",
         "QUEUE",
         "REASON",
+        "RELOAD",
         "SESSION",
+        "STATE",
+        "TIMELINE",
         "TIMEOUT",
         "VALKEY_SERVER",
     )

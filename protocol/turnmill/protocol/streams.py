@@ -60,7 +60,9 @@ def is_group_missing(error: EngineReplyError) -> bool:
     """A flushed or deleted stream; servers say it in four ways."""
     text = str(error)
     return (
-        text.startswith(("NOGROUP", "UNBLOCKED")) or "requires the key to exist" in text or "no such key" in text.lower()
+        text.startswith(("NOGROUP", "UNBLOCKED"))
+        or "requires the key to exist" in text
+        or "no such key" in text.lower()
     )
 
 

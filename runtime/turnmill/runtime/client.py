@@ -23,7 +23,6 @@ from .definitions import Agent, TurnOptions
 from .registry import publish
 from .turn import Turn
 
-
 _DEFAULT_OPTIONS = TurnOptions()
 
 

@@ -21,6 +21,7 @@ from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.streams import Delivery, GroupReader, create_groups
 
+from .janitor import trim_index
 from .leases import PartitionLeases
 from .partition import Partition
 from .reclaimer import Reclaimer
@@ -29,6 +30,7 @@ from .timers import fire_due
 _log = structlog.get_logger(__name__)
 _READ_COUNT = 128
 _IDLE_SECONDS = 0.02
+_TRIM_SECONDS = 30.0
 
 
 class Coordinator:
@@ -72,6 +74,7 @@ class Coordinator:
             asyncio.create_task(self._every(self._settings.lease_seconds / 5, self._leases.beat)),
             asyncio.create_task(self._every(0.1, self._fire_timers)),
             asyncio.create_task(self._every(self._settings.liveness_seconds / 4, self._reclaim)),
+            asyncio.create_task(self._every(_TRIM_SECONDS, self._trim)),
         ]
         reading = asyncio.create_task(self._read())
         try:
@@ -143,6 +146,11 @@ class Coordinator:
         for number in self._leases.readable(0.0):
             await self._reclaimer.look(self._partitions[number])
             await self._partitions[number].look_at_window()
+
+    async def _trim(self) -> None:
+        older_than_ms = self._clock.now_ms() - self._settings.record_ttl * 1000
+        for number in self._leases.readable(0.0):
+            await trim_index(self._engine, self._keys.partitions[number], older_than_ms)
 
     async def _create_groups(self) -> None:
         await create_groups(self._engine, self._sources(list(self._partitions)), COORDINATOR_GROUP)

@@ -20,7 +20,18 @@ _encode = msgspec.json.Encoder().encode
 class Draft:
     """What the parts of the machine write into."""
 
-    __slots__ = ("discarded", "effects", "live", "losses_max", "new_turn", "now_ms", "plans", "session_id", "state")
+    __slots__ = (
+        "begins_next",
+        "discarded",
+        "effects",
+        "live",
+        "losses_max",
+        "new_turn",
+        "now_ms",
+        "plans",
+        "session_id",
+        "state",
+    )
 
     def __init__(
         self, state: SessionState, session_id: str, now_ms: int, plans: Mapping[str, Plan], losses_max: int
@@ -34,6 +45,7 @@ class Draft:
         self.live: str | None = None
         self.new_turn: str | None = None
         self.discarded: str | None = None
+        self.begins_next = False
 
     def plan_of(self, turn: TurnState) -> Plan | None:
         return self.plans.get(turn.plan_id)

@@ -150,7 +150,8 @@ def _tool_reply(draft: Draft, reply: ToolReply) -> None:
         call.failures += 1
         if call.failures < plan.tools[call.tool_call.name].max_attempts:
             call.status = CallStatus.BACKOFF
-            call.due_ms = draft.now_ms + draft.backoff_ms(plan.agent.retry, call.failures)
+            delay_ms = draft.backoff_ms(plan.agent.retry, call.failures)
+            call.due_ms = draft.now_ms + max(delay_ms, int((reply.error.retry_after_seconds or 0) * 1000))
             return None
     result = reply.result
     if result is None:
@@ -290,7 +291,7 @@ def _call_of(turn: TurnState | None, name: str) -> CallState | None:
     if turn is None or turn.phase is not TurnPhase.TOOLS:
         return None
     step, _, index = name.partition(".")
-    if step != str(turn.step) or not index.isdecimal() or int(index) >= len(turn.calls):
+    if step != str(turn.step) or not index.isdecimal() or len(index) > 4 or int(index) >= len(turn.calls):
         return None
     return turn.calls[int(index)]
 

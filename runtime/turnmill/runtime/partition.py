@@ -15,7 +15,16 @@ import structlog
 from turnmill.protocol.codec import MESSAGE_CODEC, Unreadable
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
-from turnmill.protocol.keys import COORDINATOR_GROUP, Keys, PartitionKeys, partition_of_session, partition_of_turn
+from turnmill.protocol.keys import (
+    COORDINATOR_GROUP,
+    Keys,
+    PartitionKeys,
+    model_queue,
+    partition_of_session,
+    partition_of_turn,
+    pool_of_queue,
+    tool_queue,
+)
 from turnmill.protocol.messages import DeliveryLost, ModelReply, StartTurn, TimerFired, UnreadableTask
 from turnmill.protocol.namespace import ServerClock, make_token
 from turnmill.protocol.settings import Settings
@@ -301,9 +310,9 @@ class Partition:
         for commit in commits:
             for effect in commit.effects:
                 if isinstance(effect, DispatchModel):
-                    names.add(f"model:{effect.pool}")
+                    names.add(model_queue(effect.pool))
                 elif isinstance(effect, DispatchTool):
-                    names.add(f"tool:{effect.queue}")
+                    names.add(tool_queue(effect.queue))
         new = names - self._queues
         if new:
             await self._engine.call("SADD", self.keys.queues, *new)
@@ -312,7 +321,7 @@ class Partition:
     # ---- small things
 
     def _pools(self) -> set[str]:
-        return {name.removeprefix("model:") for name in self._queues if name.startswith("model:")} | {"default"}
+        return {pool for name in self._queues if (pool := pool_of_queue(name)) is not None} | {"default"}
 
     def _left_stream(self, session_id: str) -> None:
         cached = self._sessions.get(session_id)

@@ -15,7 +15,7 @@ from typing import Any
 from turnmill.protocol.codec import TASK_CODEC, encode_body
 from turnmill.protocol.connection import Engine, pairs
 from turnmill.protocol.errors import EngineReplyError
-from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP
+from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, pool_of_queue
 from turnmill.protocol.messages import CallWaiting, ToolTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.streams import TAKE_LOST_DELIVERY, Delivery, create_groups, is_group_missing, pending_ids
@@ -46,7 +46,7 @@ class Reclaimer:
         for stream in partition.task_streams:
             try:
                 await self._find_lost(partition, stream)
-                if stream.startswith(partition.keys.base + "tool:"):
+                if pool_of_queue(stream.removeprefix(partition.keys.base)) is None:
                     await self._find_waiting(partition, stream)
             except EngineReplyError as error:
                 if not is_group_missing(error):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import structlog
 
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import ConfigurationError
+from turnmill.protocol.errors import ConfigurationError, EngineError
 from turnmill.protocol.keys import Keys
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings
@@ -26,6 +26,8 @@ from .coordinator import Coordinator
 from .registry import publish
 
 _log = structlog.get_logger(__name__)
+_SERVER_LOOK_SECONDS = 1.0
+_DRAIN_GRACE_SECONDS = 3.0
 
 
 class Role(Protocol):
@@ -39,15 +41,21 @@ class Role(Protocol):
 @asynccontextmanager
 async def open_engine(settings: Settings) -> AsyncIterator[tuple[Engine, Keys]]:
     """The engine and the namespace of a process. Without a Redis URL it attaches to the embedded server."""
-    url = settings.redis_url
+    url, keeping = settings.redis_url, None
     if url is None:
         url = await asyncio.to_thread(embedded_url, settings)
-    engine = await Engine(url, response_timeout_seconds=settings.response_timeout).connect()
+        keeping = asyncio.create_task(keep_server(settings))
     try:
-        namespace = await open_namespace(engine, settings.namespace, settings.partitions)
-        yield engine, namespace.keys
+        engine = await Engine(url, response_timeout_seconds=settings.response_timeout).connect()
+        try:
+            namespace = await open_namespace(engine, settings.namespace, settings.partitions)
+            yield engine, namespace.keys
+        finally:
+            await engine.close()
     finally:
-        await engine.close()
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
 
 
 def embedded_url(settings: Settings) -> str:
@@ -57,15 +65,25 @@ def embedded_url(settings: Settings) -> str:
     return ensure_server(Path(settings.data_dir)).url
 
 
+async def keep_server(settings: Settings) -> None:
+    """The embedded server goes with the process that started it: whoever still needs it starts it again."""
+    while True:
+        await asyncio.sleep(_SERVER_LOOK_SECONDS)
+        try:
+            await asyncio.to_thread(embedded_url, settings)
+        except EngineError as error:
+            _log.warning("the embedded server is gone", error=str(error))
+
+
 async def run_coordinator(settings: Settings) -> None:
     async with open_engine(settings) as (engine, keys):
-        await _serve(await Coordinator.create(engine, keys, settings))
+        await _serve(await Coordinator.create(engine, keys, settings), settings)
 
 
 async def run_llm_worker(settings: Settings, target: str | None, pools: list[str], concurrency: int | None) -> None:
     app = load_app(target) if target else None
     async with open_engine(settings) as (engine, keys):
-        await _serve(build_llm_worker(engine, keys, settings, app, pools, concurrency))
+        await _serve(build_llm_worker(engine, keys, settings, app, pools, concurrency), settings)
 
 
 async def run_tool_worker(settings: Settings, target: str, queues: list[str], concurrency: int | None) -> None:
@@ -74,7 +92,8 @@ async def run_tool_worker(settings: Settings, target: str, queues: list[str], co
         raise ConfigurationError(f"{target} defines no tool: decorate functions with @tool")
     async with open_engine(settings) as (engine, keys):
         await publish_app(engine, keys, app)
-        await _serve(ToolWorker(engine, keys, settings, app.tools, queues=queues or None, concurrency=concurrency))
+        worker = ToolWorker(engine, keys, settings, app.tools, queues=queues or None, concurrency=concurrency)
+        await _serve(worker, settings)
 
 
 def build_llm_worker(
@@ -97,25 +116,35 @@ async def publish_app(engine: Engine, keys: Keys, app: App) -> None:
     await publish(engine, keys, app.agent_specs.values(), app.tool_specs.values())
 
 
-async def _serve(role: Role) -> None:
-    """Run until SIGTERM or SIGINT, then drain; a second signal ends at once."""
+async def _serve(role: Role, settings: Settings) -> None:
+    """Run until SIGTERM or SIGINT, then drain; a second signal, or the end of the drain's time, ends at once."""
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(role.run())
+    signals = 0
+    enough = asyncio.Event()
 
     def on_signal() -> None:
-        if stopping:
-            running.cancel()
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            enough.set()
             return
-        stopping.append(True)
         role.stop()
+        loop.call_later(settings.drain_timeout + _DRAIN_GRACE_SECONDS, enough.set)
 
-    stopping: list[bool] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    try:
-        await running
-    except asyncio.CancelledError:
-        _log.warning("ended by a second signal before the drain was over")
+    waiting = asyncio.ensure_future(enough.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not running.done():
+        _log.warning("ended before the drain was over")
+    while not running.done():
+        # More than once: what it does on its way out may wait for an engine that is gone.
+        running.cancel()
+        await asyncio.wait({running}, timeout=1.0)
+    if not running.cancelled():
+        running.result()
 
 
 def loop_factory() -> Any:

@@ -386,9 +386,17 @@ def _end_turn(draft: Draft, turn: TurnState, status: str, summary: TurnSummary, 
     draft.record_ended(turn.turn_id, status, summary)
     draft.feed(turn.turn_id, turn.agent_id, event.type, summary.termination.kind)
     draft.state.turn = None
-    if draft.state.queue:
+    if not draft.begins_next:
+        _begin_next(draft)
+
+
+def _begin_next(draft: Draft) -> None:
+    """A queued turn may end at once, because its plan is lost; it leaves the next one to this loop."""
+    draft.begins_next = True
+    while draft.state.queue and draft.state.turn is None:
         queued = draft.state.queue.pop(0)
         begin_turn(draft, queued.command, queued.plan_id, was_queued=True)
+    draft.begins_next = False
 
 
 def _termination(

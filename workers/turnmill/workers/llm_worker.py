@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 import jsonschema_rs
 import msgspec
@@ -13,7 +12,7 @@ from turnmill.protocol.codec import WireFormat, decode_message
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart
 from turnmill.protocol.errors import ErrorKind, Superseded
-from turnmill.protocol.keys import Keys, PartitionKeys
+from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
 from turnmill.protocol.messages import ModelReply, ModelTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
@@ -21,7 +20,7 @@ from turnmill.protocol.specs import Plan
 
 from .consumer import Consumer
 from .deltas import DeltaPublisher
-from .providers.base import Completed, Provider, ProviderError, ProviderRequest
+from .providers.base import Completed, ProviderError, ProviderRequest, ProviderSet
 
 _log = structlog.get_logger(__name__)
 _decode_plan = msgspec.json.Decoder(Plan).decode
@@ -37,15 +36,15 @@ class LLMWorker:
         engine: Engine,
         keys: Keys,
         settings: Settings,
-        providers: Mapping[str, Provider],
+        providers: ProviderSet,
         *,
         pools: list[str] | None = None,
         concurrency: int | None = None,
     ) -> None:
-        """`providers` by the prefix of their models' names. `pools` are the pools whose tasks this worker takes."""
+        """`pools` are the pools whose tasks this worker takes."""
         self._engine = engine
         self._keys = keys
-        self._providers = dict(providers)
+        self._providers = providers
         self._wire: WireFormat = settings.wire
         self._bytes_max = settings.event_bytes_max
         self._clock = ServerClock(engine)
@@ -56,12 +55,12 @@ class LLMWorker:
             keys,
             settings,
             role="llm",
-            queues=[f"model:{pool}" for pool in pools or ["default"]],
+            queues=[model_queue(pool) for pool in pools or ["default"]],
             concurrency=concurrency or settings.llm_concurrency,
             takes=ModelTask,
             handler=self._handle,
             wire=settings.wire,
-            details={"providers": sorted(self._providers)},
+            details={"providers": providers.names},
         )
 
     def stop(self) -> None:
@@ -76,8 +75,7 @@ class LLMWorker:
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            for provider in self._providers.values():
-                await provider.close()
+            await self._providers.close()
 
     async def _keep_clock(self) -> None:
         while True:
@@ -186,7 +184,7 @@ class LLMWorker:
         return [decode_message(entry) for entry in entries]
 
     def _no_provider(self, model: str) -> str:
-        known = ", ".join(sorted(self._providers)) or "none"
+        known = ", ".join(self._providers.names) or "none"
         return (
             f"this LLM worker has no provider for the model {model!r}; it has: {known}. "
             "Name models as provider:model, and give the worker the provider's key or its entry in turnmill.toml"

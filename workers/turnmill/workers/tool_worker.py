@@ -13,7 +13,7 @@ from turnmill.protocol.codec import WireFormat, encode_body
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, ToolResult
 from turnmill.protocol.errors import EngineError, ErrorKind
-from turnmill.protocol.keys import Keys
+from turnmill.protocol.keys import Keys, tool_queue
 from turnmill.protocol.messages import ToolProgress, ToolReply, ToolTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
@@ -54,7 +54,7 @@ class ToolWorker:
             keys,
             settings,
             role="tools",
-            queues=[f"tool:{queue}" for queue in sorted(served)],
+            queues=[tool_queue(queue) for queue in sorted(served)],
             concurrency=concurrency or settings.tool_concurrency,
             takes=ToolTask,
             handler=self._handle,

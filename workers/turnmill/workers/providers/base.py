@@ -7,7 +7,7 @@ without `Completed` is a bug of the provider's adapter.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -39,8 +39,8 @@ class ProviderRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completed(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a stream: the whole assistant message (parts in the order they began), and what is known about it.
 
-    `finish_reason` is one of stop, length, tool_calls, content_filter, refusal, pause, other; calls in the message make
-    it `tool_calls` whatever the provider's word was.
+    `finish_reason` is one of stop, length, tool_calls, content_filter, refusal, pause, other. Calls in the message make
+    it `tool_calls` whatever the provider's word was, unless they were cut off by `length`.
     """
 
     message: Message
@@ -64,4 +64,28 @@ class Provider(Protocol):
 
     def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Completed]: ...
 
+    async def close(self) -> None: ...
+
+
+class ProviderSet:
+    """The providers of one process by the prefix of their models' names, and what they share."""
+
+    def __init__(self, providers: Mapping[str, Provider], *shared: Closable) -> None:
+        self._providers = dict(providers)
+        self._shared = shared
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._providers)
+
+    def get(self, prefix: str) -> Provider | None:
+        return self._providers.get(prefix)
+
+    async def close(self) -> None:
+        """Close every provider, then what they share."""
+        for resource in (*self._providers.values(), *self._shared):
+            await resource.close()
+
+
+class Closable(Protocol):
     async def close(self) -> None: ...

@@ -17,7 +17,7 @@ from turnmill.protocol.errors import ConfigurationError
 from turnmill.protocol.settings import ProviderEndpoint, Settings
 
 from ..models import HostModel
-from .base import Provider
+from .base import Provider, ProviderSet
 from .host import HostProvider
 from .http_client import HttpClient
 from .openai_chat import OpenAIChat
@@ -32,7 +32,7 @@ def build_providers(
     scripts: Iterable[Script] = (),
     models: Iterable[HostModel] = (),
     environment: Mapping[str, str] = os.environ,
-) -> dict[str, Provider]:
+) -> ProviderSet:
     """Every provider that this process can speak to: the scripted one always, others where they are configured."""
     loaded = list(scripts) + (load_scripts(settings.script) if settings.script else [])
     providers: dict[str, Provider] = {"scripted": ScriptedProvider(loaded, log_path=settings.script_log)}
@@ -45,7 +45,7 @@ def build_providers(
         providers["openai"] = OpenAIChat(base_url, environment.get("OPENAI_API_KEY"), client)
     for name, endpoint in settings.providers.items():
         providers[name] = _endpoint(name, endpoint, client, environment)
-    return providers
+    return ProviderSet(providers, client)
 
 
 def _endpoint(name: str, endpoint: ProviderEndpoint, client: HttpClient, environment: Mapping[str, str]) -> Provider:

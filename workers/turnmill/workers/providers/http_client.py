@@ -72,9 +72,11 @@ class HttpClient:
         clock = _Clock(timeouts or self._settings.timeouts)
         response = await self._send(url, headers, body, clock)
         chunks = cast("AsyncGenerator[bytes, None]", response.aiter_bytes())
+        watchdog = _Watchdog(clock)
         try:
-            yield HttpResponse(response, chunks, clock)
+            yield HttpResponse(response, chunks, clock, watchdog)
         finally:
+            watchdog.stop()
             await response.aclose()
             await chunks.aclose()
 
@@ -131,10 +133,13 @@ class HttpClient:
 class HttpResponse:
     """A response whose body is read piece by piece, within its limits of time."""
 
-    def __init__(self, response: httpx.Response, chunks: AsyncGenerator[bytes, None], clock: _Clock) -> None:
+    def __init__(
+        self, response: httpx.Response, chunks: AsyncGenerator[bytes, None], clock: _Clock, watchdog: _Watchdog
+    ) -> None:
         self._response = response
         self._chunks = chunks
         self._clock = clock
+        self._watchdog = watchdog
         self.status = response.status_code
         self.headers: Mapping[str, str] = response.headers
 
@@ -145,7 +150,7 @@ class HttpResponse:
     async def read(self) -> bytes:
         """The next bytes as the network gives them; none at the end. Raises `ProviderError`: timeout, stream_broken."""
         try:
-            async with asyncio.timeout_at(self._clock.deadline):
+            with self._watchdog:
                 return await anext(self._chunks, b"")
         except TimeoutError:
             raise self._clock.timed_out() from None
@@ -163,14 +168,16 @@ class HttpResponse:
     def note_progress(self) -> None:
         """The model said something: from now on the idle limit applies, anew each time."""
         self._clock.note_progress()
+        self._watchdog.follow()
 
     def expect_end_within(self, seconds: float) -> None:
         """The answer is complete but for what may follow it; do not wait longer than this."""
         self._clock.expect_end_within(seconds)
+        self._watchdog.follow()
 
     async def drain(self, seconds: float) -> None:
         """Reads a body that should be at its end, so that its connection can be used again."""
-        self._clock.expect_end_within(seconds)
+        self.expect_end_within(seconds)
         try:
             while await self.read():
                 pass
@@ -206,6 +213,50 @@ class _Clock:
         else:
             message = f"the model did not begin within {self._timeouts.first_token_seconds:g} s (first_token_seconds)"
         return ProviderError(ErrorInfo(kind=ErrorKind.TIMEOUT, message=message, retryable=True))
+
+
+class _Watchdog:
+    """Interrupts a read at the clock's deadline, with one timer for the whole answer.
+
+    Deadlines nearly always move away, so the timer looks at the clock when it fires and sets itself again: a timeout for
+    each read would cost as much as the read.
+    """
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._reader: asyncio.Task[object] | None = None
+        self._expired = False
+        self._timer = self._loop.call_at(clock.deadline, self._look)
+
+    def __enter__(self) -> None:
+        if self._expired:
+            raise TimeoutError
+        self._reader = asyncio.current_task()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        reader, self._reader = self._reader, None
+        interrupted = self._expired and isinstance(error, asyncio.CancelledError)
+        # Ours alone, or did somebody else cancel the task as well?
+        if interrupted and reader is not None and reader.uncancel() == 0:
+            raise TimeoutError from error
+
+    def follow(self) -> None:
+        """The clock's deadline has changed. One that moved away is found when the timer fires."""
+        if self._clock.deadline < self._timer.when():
+            self._timer.cancel()
+            self._timer = self._loop.call_at(self._clock.deadline, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._loop.time() < self._clock.deadline:
+            self._timer = self._loop.call_at(self._clock.deadline, self._look)
+            return
+        self._expired = True
+        if self._reader is not None:
+            self._reader.cancel()
 
 
 @dataclass

@@ -1,0 +1,99 @@
+"""The command `turnmill`: all commands by name, and one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import typer
+
+from .exits import explain
+
+_COMMANDS = {
+    "run": ("run", "run", "Start a turn and watch it."),
+    "tail": ("tail", "tail", "Watch a turn, a session, or all turns of the namespace."),
+    "show": ("show", "show", "Show one turn: summary, events, messages or timeline."),
+    "ls": ("listing", "list_command", "List turns, newest first."),
+    "dev": ("dev", "dev", "Run everything for an application, and start it again when its code changes."),
+    "coordinator": ("roles", "coordinator", "Run a coordinator."),
+    "doctor": ("doctor", "doctor", "Check the engine, the namespace, and who is alive."),
+    "config": ("config", "config", "Print the effective settings; secrets are masked."),
+}
+_GROUPS = {
+    "worker": (
+        "Run a worker.",
+        {
+            "llm": ("roles", "llm", "Run an LLM worker; APP adds its models and scripts."),
+            "tools": ("roles", "tools", "Run a worker for the tools of APP, and publish its agents."),
+        },
+    ),
+    "schema": (
+        "The wire's JSON Schemas.",
+        {"export": ("schema", "export", "Write the JSON Schemas of messages, events and specs into DIR.")},
+    ),
+}
+_NAME = "turnmill"
+
+
+def run_command_line(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a narrow terminal shows a question mark instead of failing
+    try:
+        code = build_application(arguments)(arguments, prog_name=_NAME, standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has left (`| head`): nothing is left to say, also not at the interpreter's exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except BaseException as error:
+        return explain(error)
+    return code if isinstance(code, int) else 0
+
+
+def build_application(arguments: list[str]) -> Any:
+    """The click command of all that is needed for these arguments: other commands are there by name alone."""
+    application = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help="An actor-style agent runtime over Redis or Valkey streams.",
+    )
+    wanted = [word for word in arguments if not word.startswith("-")][:2]
+    for name, entry in _COMMANDS.items():
+        _add(application, name, entry, load=wanted[:1] == [name])
+    for name, (text, commands) in _GROUPS.items():
+        group = typer.Typer(no_args_is_help=True, help=text)
+        for inner, entry in commands.items():
+            _add(group, inner, entry, load=wanted == [name, inner])
+        application.add_typer(group, name=name)
+    return typer.main.get_command(application)
+
+
+def all_commands() -> Any:
+    """The click command with everything loaded, for whoever wants to look at it."""
+    application = typer.Typer(add_completion=False)
+    for name, entry in _COMMANDS.items():
+        _add(application, name, entry, load=True)
+    for name, (text, commands) in _GROUPS.items():
+        group = typer.Typer(help=text)
+        for inner, entry in commands.items():
+            _add(group, inner, entry, load=True)
+        application.add_typer(group, name=name)
+    return typer.main.get_command(application)
+
+
+def _add(application: typer.Typer, name: str, entry: tuple[str, str, str], *, load: bool) -> None:
+    module, function, text = entry
+    command = getattr(import_module(f".{module}", __package__), function) if load else _unloaded
+    application.command(name, help=text)(command)
+
+
+def _unloaded() -> None:
+    """Stands for a command in the list of commands."""
+    raise AssertionError("a command that was not loaded was called")

@@ -1,0 +1,51 @@
+"""How commands come to a client of the namespace.
+
+With a Redis URL they connect to it. Without one they attach to the embedded server of the data directory, and start it
+for themselves where it is not running: what happened there can be looked at without anything else being up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from turnmill.protocol.errors import EngineUnavailable
+from turnmill.protocol.settings import Settings, load_settings
+
+from ..client import Client, open_client
+from ..embedded import ensure_server
+from ..roles import run_async
+from .logs import configure_logging
+
+
+def command_settings(redis_url: str | None, namespace: str | None, *, quiet: bool = True) -> Settings:
+    """The settings of a command, with logging set up by them."""
+    settings = load_settings(redis_url=redis_url, namespace=namespace)
+    configure_logging(settings, quiet=quiet)
+    return settings
+
+
+def run_command(command: Coroutine[Any, Any, int]) -> int:
+    return int(run_async(command))
+
+
+@asynccontextmanager
+async def attached_client(settings: Settings, *, create: bool = False) -> AsyncIterator[Client]:
+    """A client that runs nothing itself. Without `create` a data directory that is not there is an error."""
+    if settings.redis_url is not None:
+        async with open_client(settings.redis_url, settings) as client:
+            yield client
+        return
+    if not create and not settings.data_dir.exists():
+        raise EngineUnavailable(
+            f"no Redis URL is set (TURNMILL_REDIS_URL), and no embedded server has ever run in {settings.data_dir}: "
+            "start `turnmill dev APP` here"
+        )
+    server = await asyncio.to_thread(ensure_server, settings.data_dir)
+    try:
+        async with open_client(server.url, settings) as client:
+            yield client
+    finally:
+        await asyncio.to_thread(server.stop)

@@ -1,0 +1,198 @@
+"""`turnmill run AGENT TEXT`: start a turn and watch it to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from . import options
+from .exits import CommandError, Exit, say
+
+if TYPE_CHECKING:
+    from turnmill.protocol.settings import Settings
+    from turnmill.protocol.specs import AgentSpec
+    from turnmill.workers.app import App
+
+    from ..client import Client
+    from ..definitions import TurnOptions
+
+AgentName = Annotated[
+    str, typer.Argument(metavar="AGENT", help="A published agent, or one of APP.", show_default=False)
+]
+MessageText = Annotated[
+    str, typer.Argument(metavar="TEXT", help="The message; - reads it from stdin.", show_default=False)
+]
+Session = Annotated[
+    str | None, typer.Option("--session", envvar="TURNMILL_SESSION", metavar="S", help="Go on with this session.")
+]
+MaxSteps = Annotated[int | None, typer.Option("--max-steps", envvar="TURNMILL_MAX_STEPS", min=1, metavar="N")]
+Model = Annotated[
+    str | None, typer.Option("--model", envvar="TURNMILL_MODEL", metavar="M", help="provider:model, for this turn.")
+]
+ProviderOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        envvar="TURNMILL_OPTION",
+        metavar="KEY=VALUE",
+        help="An option of the model's provider, such as temperature=0; may be repeated.",
+    ),
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", envvar="TURNMILL_DETACH", help="Print the turn's id and do not wait.")
+]
+
+
+class Request(NamedTuple):
+    """What was asked for on the command line."""
+
+    agent: str
+    text: str
+    app: str | None
+    session: str | None
+    as_json: bool
+    max_steps: int | None
+    model: str | None
+    provider_options: dict[str, Any]
+    detach: bool
+    timeout: float | None
+
+
+def run(
+    agent: AgentName,
+    text: MessageText,
+    app: options.AppOption = None,
+    session: Session = None,
+    as_json: options.Json = False,
+    max_steps: MaxSteps = None,
+    model: Model = None,
+    option: ProviderOptions = None,
+    detach: Detach = False,
+    timeout: options.Timeout = None,
+    redis_url: options.RedisUrl = None,
+    namespace: options.Namespace = None,
+) -> int:
+    from .attachment import command_settings, run_command
+
+    text = sys.stdin.read() if text == "-" else text
+    given = _parse_options(option or [])
+    request = Request(agent, text, app, session, as_json, max_steps, model, given, detach, timeout)
+    return run_command(_run(request, command_settings(redis_url, namespace)))
+
+
+async def _run(request: Request, settings: Settings) -> int:
+    from turnmill.protocol.specs import content_hash
+
+    from .watching import Watch, view_for
+
+    async with _client(request, settings) as (client, app):
+        spec = await _find_agent(client, request.agent, app)
+        options_of_turn = _turn_options(request, spec)
+        prompt = spec.user_prompt_prefix + request.text
+        # By its version: a coordinator may remember for a moment what the bare name meant before.
+        reference = f"{spec.name}@{content_hash(spec)}"
+        turn = await client.turn(reference, prompt, session=request.session, options=options_of_turn)
+        if request.detach:
+            sys.stdout.write(f"{turn.id}\n")
+            await _say_if_nobody_is_there(client)
+            return Exit.OK
+        watch = Watch(client, turn, view_for(request.as_json))
+        try:
+            async with asyncio.timeout(request.timeout):
+                return await watch.follow()
+        except TimeoutError:
+            say(f"no end after {request.timeout:g} s; the turn goes on: {watch.how_to_go_on()}")
+            return Exit.TIMEOUT
+        except asyncio.CancelledError:
+            say(f"detached; watch it again: {watch.how_to_go_on()}")
+            raise
+
+
+@asynccontextmanager
+async def _client(request: Request, settings: Settings) -> AsyncIterator[tuple[Client, App | None]]:
+    """A client, and a runtime in this process where nothing else would run the turn.
+
+    That is without a Redis URL, when the embedded server of the directory has no coordinator, or an app was given.
+    """
+    from turnmill.workers.app import load_app
+
+    from ..fleet import read_fleet
+    from ..local import local_runtime
+    from ..roles import publish_app
+    from .attachment import attached_client
+
+    app = load_app(request.app) if request.app else None
+    async with attached_client(settings, create=True) as client:
+        if app is not None:
+            await publish_app(client.engine, client.keys, app)
+        fleet = await read_fleet(client.engine, client.keys, settings)
+        served = bool(fleet.coordinators) and app is None
+        if settings.redis_url is not None or served or request.detach:
+            yield client, app
+            return
+        async with local_runtime(settings, request.app) as local:
+            yield local, app
+
+
+async def _find_agent(client: Client, name: str, app: App | None) -> AgentSpec:
+    """The agent's definition, or an error that names those there are."""
+    import msgspec
+
+    from turnmill.protocol.connection import pairs
+    from turnmill.protocol.specs import AgentSpec
+
+    if app is not None and name in app.agent_specs:
+        return app.agent_specs[name]
+    published = pairs(await client.engine.call("HGETALL", client.keys.agents))
+    version = published.get(name.encode(), b"").decode()
+    body = published.get((f"{name}@{version}" if version else name).encode())
+    if body is not None and (version or "@" in name):
+        return msgspec.json.decode(body, type=AgentSpec)
+    known = sorted(field.decode() for field in published if b"@" not in field)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"published are: {', '.join(known) or 'none'}"
+    raise CommandError(
+        f"no agent {name!r} in the namespace {client.keys.prefix!r}; {hint} "
+        "(`--app APP` or `turnmill worker tools APP` publishes an app's agents)"
+    )
+
+
+def _turn_options(request: Request, spec: AgentSpec) -> TurnOptions:
+    from ..definitions import TurnOptions
+
+    provider_options = None
+    if request.provider_options:
+        provider = (request.model or spec.model).partition(":")[0]
+        merged = {**spec.provider_options.get(provider, {}), **request.provider_options}
+        provider_options = {**spec.provider_options, provider: merged}
+    return TurnOptions(model=request.model, max_steps=request.max_steps, provider_options=provider_options)
+
+
+def _parse_options(given: list[str]) -> dict[str, Any]:
+    """KEY=VALUE, where VALUE is JSON if it can be read as such, else text."""
+    import msgspec
+
+    parsed: dict[str, Any] = {}
+    for item in given:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise CommandError(f"--option {item!r}: write KEY=VALUE, such as temperature=0")
+        try:
+            parsed[key] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            parsed[key] = value
+    return parsed
+
+
+async def _say_if_nobody_is_there(client: Client) -> None:
+    from ..fleet import read_fleet
+
+    fleet = await read_fleet(client.engine, client.keys, client.settings)
+    for line in fleet.missing():
+        say(f"the turn waits: {line}")
