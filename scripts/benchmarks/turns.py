@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 
 from app import agent
+from fleet import Fleet, fleet
 
 from turnmill.protocol.events import TextDelta, TurnFinished
 from turnmill.runtime import connect
 from turnmill.runtime.roles import run_async
-
-from fleet import Fleet, fleet
 
 
 async def one_turn(client, number: int) -> float:
@@ -107,7 +106,9 @@ def main() -> None:
     with fleet(options.partitions, {"BENCH_DELTAS": str(options.deltas)}, options.profile) as running:
         for in_flight in options.in_flight:
             rates = [measure(running, in_flight, options.seconds) for _ in range(options.repeat)]
-            print(f"=> K={in_flight} P={options.partitions} deltas={options.deltas}: median {statistics.median(rates):.0f} turns/s")
+            print(
+                f"=> K={in_flight} P={options.partitions} deltas={options.deltas}: median {statistics.median(rates):.0f} turns/s"
+            )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ async def follow_feed(engine: Engine, keys: Keys, cursors: Cursors) -> AsyncIter
             continue
         try:
             while link.is_open:
-                streams = [name for name in numbers]
+                streams = list(numbers)
                 reply = await link.call(
                     "XREAD", "COUNT", _COUNT, "BLOCK", _BLOCK_MS,
                     "STREAMS", *streams, *[seen[numbers[name]] for name in streams],

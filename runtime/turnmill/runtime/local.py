@@ -75,9 +75,12 @@ class LocalClient(Client):
 
 @asynccontextmanager
 async def local_runtime(settings: Settings, app: Any = None) -> AsyncIterator[LocalClient]:
-    """The embedded server, a coordinator, an LLM worker and tool workers, for as long as the context lasts."""
+    """The embedded server (or the one of `settings`), a coordinator, an LLM worker and tool workers, for as long as the
+    context lasts."""
     loaded = None if app is None else load_app(app) if isinstance(app, str) else collect("app", _listed(app))
-    url = await asyncio.to_thread(embedded_url, settings)
+    url = settings.redis_url
+    if url is None:
+        url = await asyncio.to_thread(embedded_url, settings)
     async with open_client(url, settings) as opened:
         client = LocalClient(opened.engine, opened.keys, settings)
         client.start(loaded)

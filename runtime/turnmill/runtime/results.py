@@ -80,7 +80,7 @@ class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_result(summary: TurnSummary, messages: list[Message]) -> TurnResult:
     """The result of a turn; `messages` are the transcript's entries that the summary names."""
-    messages = [_unpacked(message) for message in messages]
+    messages = [unpack_message(message) for message in messages]
     steps = _steps(messages)
     return TurnResult(
         turn_id=summary.turn_id,
@@ -190,7 +190,7 @@ def _function_calls(step: StepResult) -> list[FunctionCall]:
     return calls
 
 
-def _unpacked(message: Message) -> Message:
+def unpack_message(message: Message) -> Message:
     """Bytes in free values restored."""
     if not message.tool_results:
         return message

@@ -25,7 +25,7 @@ from turnmill.protocol.events import (
 
 from .channel import ChannelExpiredError, RawEvent
 from .definitions import Agent, TurnOptions
-from .results import SeenStep, TurnResult, build_result, step_result
+from .results import SeenStep, TurnResult, build_result, step_result, unpack_message
 
 if TYPE_CHECKING:
     from .client import Client
@@ -235,11 +235,13 @@ class Turn:
     async def _with_step(self, event: StepFinished) -> StepFinished:
         """The step's content, which the wire does not repeat."""
         step = event.step
+        if self.session_id is None:  # a reader that began behind `turn.started`
+            await self._record()
         assert self.session_id is not None
         messages = await self._client.transcript(self.session_id, step.first_message, step.end_message)
         if not messages:
             return event
-        content = step_result(messages)
+        content = step_result([unpack_message(message) for message in messages])
         filled: StepSummary = msgspec.structs.replace(
             step,
             text=content.text,

@@ -51,7 +51,7 @@ async def _doctor(settings: Settings, as_json: bool) -> int:
     try:
         async for finding in _look_at_engine(settings):
             _write(finding, as_json)
-            code = Exit.USAGE if finding.level == "fail" and code is Exit.OK else code
+            code = Exit.FAILED if finding.level == "fail" else code
     except EngineError as error:
         _write(Finding("fail", "engine", str(error)), as_json)
         return Exit.UNREACHABLE

@@ -42,7 +42,7 @@ def draw(spans: Sequence[Span], width: int) -> Iterator[str]:
         return
     total = max(1, *(span.end_ms or span.spoke_ms or span.begin_ms for span in spans))
     names = min(_NAME_WIDTH_MAX, max(len(span.name) for span in spans))
-    room = max(_BAR_WIDTH_MIN, width - names - 34)
+    room = max(_BAR_WIDTH_MIN, width - names - 29)
     yield f"{'':{names}}  0 s{seconds_text(total / 1000):>{room - 3}}"
     for span in spans:
         yield f"{shortened(span.name, names):{names}}  {_bar(span, total, room)}  {_words(span)}".rstrip()
