@@ -178,7 +178,9 @@ class Engine:
         return self._shared.call(*arguments)
 
     async def ready(self) -> None:
-        """Return when the shared link is up (again)."""
+        """Return when the shared link is up (again). Raises `EngineUnavailable` once this engine was closed."""
+        if self._closing:
+            raise EngineUnavailable(f"this connection to the engine at {self.address} was closed")
         if self._shared is not None and not self._shared.is_open:
             self._lost()
         await self._connected.wait()

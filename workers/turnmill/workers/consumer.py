@@ -20,9 +20,10 @@ import structlog
 
 from turnmill.protocol.codec import BODY_FIELD, TASK_CODEC, TYPE_FIELD, Unreadable, WireFormat, encode_body, unreadable
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import EngineError, EngineUnavailable, Superseded
+from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.errors import EngineError, EngineUnavailable, ErrorKind, MessageTooLarge, Superseded
 from turnmill.protocol.keys import WORKER_GROUP, Keys
-from turnmill.protocol.messages import Body, UnreadableTask
+from turnmill.protocol.messages import Body, ModelReply, ModelTask, Task, ToolReply, UnreadableTask
 from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.streams import Completer, Delivery, GroupReader, create_groups, pending_ids, read_entry
@@ -56,6 +57,19 @@ class Held:
 
 Handler = Callable[[Any, int], Awaitable[Body]]
 """Runs one task of a partition and gives its result. Raises `Superseded` where nobody wants it any more."""
+
+
+def failure_of(task: Task, error: ErrorInfo) -> ModelReply | ToolReply:
+    """The result of a task that could not be run at all."""
+    kind = ModelReply if isinstance(task, ModelTask) else ToolReply
+    return kind(
+        session_id=task.session_id,
+        turn_id=task.turn_id,
+        call=task.call,
+        attempt=task.attempt,
+        token=task.token,
+        error=error,
+    )
 
 
 class Consumer:
@@ -204,8 +218,8 @@ class Consumer:
     async def _run_one(self, held: Held) -> None:
         try:
             result = await self._result(held)
-            while result is not None:
-                body = encode_body(result, self._wire)
+            body = None if result is None else self._encode(held, result)
+            while result is not None and body is not None:
                 try:
                     results = self._keys.partitions[held.partition].results
                     await self._completer.complete(results, held.delivery, result.type, body)
@@ -233,12 +247,31 @@ class Consumer:
                 entry_type=task.entry_type,
                 entry_body=task.body,
             )
+        while True:
+            try:
+                return await self._handler(task, held.partition)
+            except Superseded:
+                self._count("superseded")
+                await self._acknowledge(held.delivery)
+                return None
+            except EngineUnavailable:
+                # Nothing is decided: begin again when the engine is back, unless the task is another's by then.
+                await self._engine.ready()
+            except Exception as error:
+                # A fault of ours must cost one call, not the worker, and must not run again for ever.
+                _log.exception("task failed", worker=self.worker_id, task=task.type, turn=task.turn_id, call=task.call)
+                return failure_of(task, ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}"))
+
+    def _encode(self, held: Held, result: Body) -> bytes:
+        """A result above the limit becomes an error that says so, not a message that nobody can read."""
         try:
-            return await self._handler(task, held.partition)
-        except Superseded:
-            self._count("superseded")
-            await self._acknowledge(held.delivery)
-            return None
+            return encode_body(result, self._wire, self._settings.payload_bytes_max)
+        except MessageTooLarge as error:
+            self._count("results_too_large")
+            text = f"{error} (TURNMILL_PAYLOAD_BYTES_MAX)"
+            return encode_body(
+                failure_of(held.task, ErrorInfo(kind=ErrorKind.MESSAGE_TOO_LARGE, message=text)), self._wire
+            )
 
     async def _acknowledge(self, delivery: Delivery) -> None:
         with contextlib.suppress(EngineError):  # else it is found pending, and run into the same answer

@@ -11,7 +11,7 @@ import structlog
 from turnmill.protocol.codec import WireFormat, decode_message
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart
-from turnmill.protocol.errors import ErrorKind, Superseded
+from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
 from turnmill.protocol.messages import ModelReply, ModelTask
 from turnmill.protocol.namespace import ServerClock
@@ -99,14 +99,6 @@ class LLMWorker:
         except ProviderError as error:
             await publisher.discard()
             return msgspec.structs.replace(reply, error=error.info)
-        except (Superseded, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            # A fault in an adapter must cost one call, not the worker.
-            _log.exception("model call failed", turn=task.turn_id, step=task.step_number)
-            await publisher.discard()
-            info = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}")
-            return msgspec.structs.replace(reply, error=info)
         finally:
             self._streams_open -= 1
         return msgspec.structs.replace(

@@ -39,7 +39,7 @@ def read_signature(function: Callable[..., Any], tool_name: str) -> Signature:
     arguments = _arguments_adapter(tool_name, parameters)
     documentation = _read_docstring(function)
     return Signature(
-        description=documentation.description or "",
+        description=(documentation.description or "").strip(),
         schema=_arguments_schema(tool_name, arguments, parameters, documentation),
         validate=arguments.validator.validate_python,
         context=context,

@@ -120,23 +120,14 @@ class ToolWorker:
             cancelled.set("the call has ended")
         if outcome.exception is not None:
             _log.info("tool failed", tool=task.tool, turn=task.turn_id, call=task.call, error=repr(outcome.exception))
-        return self._bounded(
-            _reply(task, result=outcome.result, error=outcome.error, duration_seconds=outcome.duration_seconds)
-        )
-
-    def _bounded(self, reply: ToolReply) -> ToolReply:
-        """A result above the limit is an error that says so, not a message that nobody can read."""
-        limit = self._settings.payload_bytes_max
-        size = len(encode_body(reply, self._wire))
-        if size <= limit:
-            return reply
-        assert reply.result is not None
-        text = f"Error: execution failed (the result of {size} bytes is above the limit of {limit} bytes)"
-        result = msgspec.structs.replace(reply.result, result=text, content=None, is_error=True)
-        return msgspec.structs.replace(reply, result=result)
+        return _reply(task, result=outcome.result, error=outcome.error, duration_seconds=outcome.duration_seconds)
 
     def _unknown(self, task: ToolTask) -> ErrorInfo:
-        text = f"the worker of queue has no tool {task.tool!r}; it has: {', '.join(sorted(self.tools)) or 'none'}"
+        known = ", ".join(sorted(self.tools)) or "none"
+        text = (
+            f"a worker on the queue of tool {task.tool!r} does not have it; it has: {known}. "
+            "Tools of different workers need queues of their own: @tool(queue=...)"
+        )
         return ErrorInfo(kind=ErrorKind.UNKNOWN_TOOL, message=text)
 
     async def send_progress(

@@ -19,9 +19,9 @@ if size > tonumber(A[4]) then return -3 end
 local first
 for i = 7, 6 + count do
   local id = call('XADD', KEYS[2], 'NOMKSTREAM', '0-*', 't', A[i], 'd', A[i + count], 'at', A[3])
-  if not id then return -1 end
   first = first or id
 end
-call('SPUBLISH', KEYS[2], string.sub(first, 3) .. ' ' .. A[3] .. ' ' .. A[6] .. '\n' .. bodies)
+-- A channel that is gone (deleted, flushed) stays gone, and the turn goes on without watchers.
+if first then call('SPUBLISH', KEYS[2], string.sub(first, 3) .. ' ' .. A[3] .. ' ' .. A[6] .. '\n' .. bodies) end
 call('HSET', KEYS[1], 'offset', offset + count, 'size', size)
 return offset + count

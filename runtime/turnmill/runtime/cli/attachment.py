@@ -17,6 +17,7 @@ from turnmill.protocol.settings import Settings, load_settings
 from ..client import Client, open_client
 from ..embedded import ensure_server
 from ..roles import run_async
+from .exits import Exit
 from .logs import configure_logging
 
 
@@ -27,8 +28,12 @@ def command_settings(redis_url: str | None, namespace: str | None, *, quiet: boo
     return settings
 
 
-def run_command(command: Coroutine[Any, Any, int]) -> int:
-    return int(run_async(command))
+def run_command(command: Coroutine[Any, Any, int | None]) -> int:
+    """Run a command on the loop; its exit code. Ctrl-C ends it as aborted."""
+    try:
+        return int(run_async(command) or Exit.OK)
+    except KeyboardInterrupt:
+        return Exit.USAGE
 
 
 @asynccontextmanager

@@ -14,12 +14,13 @@ from turnmill.protocol.settings import Settings
 def configure_logging(settings: Settings, *, quiet: bool = False) -> None:
     """`quiet` is for commands that people watch: warnings only, unless a level was asked for."""
     level = "warning" if quiet and "log_level" not in settings.model_fields_set else settings.log_level
+    is_json = settings.log_format == "json"
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=settings.log_format == "json"),
+        structlog.processors.TimeStamper(fmt="iso" if is_json else "%Y-%m-%d %H:%M:%S", utc=is_json),
     ]
-    if settings.log_format == "json":
+    if is_json:
         processors += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=str)]
     else:
         processors += [structlog.dev.ConsoleRenderer(colors=wants_colour(), pad_event_to=24)]

@@ -18,11 +18,11 @@ Queues = Annotated[
 ]
 
 
-def coordinator(redis_url: options.RedisUrl = None, namespace: options.Namespace = None) -> None:
-    from ..roles import run_async, run_coordinator
-    from .attachment import command_settings
+def coordinator(redis_url: options.RedisUrl = None, namespace: options.Namespace = None) -> int:
+    from ..roles import run_coordinator
+    from .attachment import command_settings, run_command
 
-    run_async(run_coordinator(command_settings(redis_url, namespace, quiet=False)))
+    return run_command(run_coordinator(command_settings(redis_url, namespace, quiet=False)))
 
 
 def llm(
@@ -31,12 +31,12 @@ def llm(
     pool: Pools = None,
     redis_url: options.RedisUrl = None,
     namespace: options.Namespace = None,
-) -> None:
-    from ..roles import run_async, run_llm_worker
-    from .attachment import command_settings
+) -> int:
+    from ..roles import run_llm_worker
+    from .attachment import command_settings, run_command
 
     settings = command_settings(redis_url, namespace, quiet=False)
-    run_async(run_llm_worker(settings, app, _names("--pool", pool), concurrency))
+    return run_command(run_llm_worker(settings, app, _names("--pool", pool), concurrency))
 
 
 def tools(
@@ -45,12 +45,12 @@ def tools(
     concurrency: options.Concurrency = None,
     redis_url: options.RedisUrl = None,
     namespace: options.Namespace = None,
-) -> None:
-    from ..roles import run_async, run_tool_worker
-    from .attachment import command_settings
+) -> int:
+    from ..roles import run_tool_worker
+    from .attachment import command_settings, run_command
 
     settings = command_settings(redis_url, namespace, quiet=False)
-    run_async(run_tool_worker(settings, app, _names("--queue", queue), concurrency))
+    return run_command(run_tool_worker(settings, app, _names("--queue", queue), concurrency))
 
 
 def _names(option: str, given: list[str] | None) -> list[str]:
