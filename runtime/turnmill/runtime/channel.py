@@ -108,9 +108,10 @@ class Channels:
             self._remove(name, follower)
 
     async def close(self) -> None:
-        if self._keeper is not None:
+        while self._keeper is not None and not self._keeper.done():
+            # More than once: Python 3.11's `wait_for`, in which it may be connecting, swallows a cancellation at times.
             self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            await asyncio.wait({self._keeper}, timeout=0.1)
         if self._link is not None:
             self._link.close()
             await self._link.closed

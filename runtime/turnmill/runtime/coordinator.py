@@ -11,11 +11,10 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 
-import structlog
-
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineError
 from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, Keys
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import ServerClock, evicting_policy, read_secret
 from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
@@ -27,7 +26,7 @@ from .partition import Partition
 from .reclaimer import Reclaimer
 from .timers import fire_due
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 _READ_COUNT = 128
 _IDLE_SECONDS = 0.02
 _TRIM_SECONDS = 30.0

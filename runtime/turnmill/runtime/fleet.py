@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from turnmill.protocol.connection import Engine, pairs
-from turnmill.protocol.keys import Keys
+from turnmill.protocol.keys import Keys, pool_of_queue
 from turnmill.protocol.settings import Settings
 
 
@@ -43,7 +43,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """What no turn can do without."""
         if not self.coordinators:
             yield "no coordinator is alive: start `turnmill coordinator` (or `turnmill dev APP`)"
-        if not any(queue.startswith("model:") for queue in self.queues):
+        if not any(pool_of_queue(queue) is not None for queue in self.queues):
             yield "no LLM worker is alive: start `turnmill worker llm` (or `turnmill dev APP`)"
 
 

@@ -11,15 +11,14 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 
-import structlog
-
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineError
 from turnmill.protocol.keys import Keys
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.streams import RENEW_LEASE
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class PartitionLeases:

@@ -10,8 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import structlog
-
 from turnmill.protocol.codec import MESSAGE_CODEC, Unreadable
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
@@ -25,6 +23,7 @@ from turnmill.protocol.keys import (
     pool_of_queue,
     tool_queue,
 )
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import DeliveryLost, ModelReply, StartTurn, TimerFired, UnreadableTask
 from turnmill.protocol.namespace import ServerClock, make_token
 from turnmill.protocol.settings import Settings
@@ -37,7 +36,7 @@ from .machine import Input, Limits, Start, advance
 from .registry import Registry
 from .store import INBOX, RESULTS, STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 _CACHED_SESSIONS_MAX = 20_000
 _CACHED_PLANS_MAX = 2_000
 

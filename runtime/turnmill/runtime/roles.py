@@ -12,11 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import structlog
-
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import ConfigurationError, EngineError
 from turnmill.protocol.keys import Keys
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings
 from turnmill.workers.app import App, load_app
@@ -25,7 +24,7 @@ from turnmill.workers.tool_worker import ToolWorker
 from .coordinator import Coordinator
 from .registry import publish
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 _SERVER_LOOK_SECONDS = 1.0
 _DRAIN_GRACE_SECONDS = 3.0
 

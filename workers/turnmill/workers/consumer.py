@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
-import structlog
 
 from turnmill.protocol.codec import BODY_FIELD, TASK_CODEC, TYPE_FIELD, Unreadable, WireFormat, encode_body, unreadable
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import EngineError, EngineUnavailable, ErrorKind, MessageTooLarge, Superseded
 from turnmill.protocol.keys import WORKER_GROUP, Keys
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import Body, ModelReply, ModelTask, Task, ToolReply, UnreadableTask
 from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
@@ -30,7 +30,7 @@ from turnmill.protocol.streams import Completer, Delivery, GroupReader, create_g
 
 from .liveness import Liveness
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 _READ_COUNT_MAX = 64
 _HAND_BACK_IDLE_MS = 3_600_000
 _LIVENESS_POLL_SECONDS = 0.01

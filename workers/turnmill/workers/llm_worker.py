@@ -6,13 +6,13 @@ import asyncio
 
 import jsonschema_rs
 import msgspec
-import structlog
 
 from turnmill.protocol.codec import WireFormat, decode_message
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ModelReply, ModelTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
@@ -22,7 +22,7 @@ from .consumer import Consumer
 from .deltas import DeltaPublisher
 from .providers.base import Completed, ProviderError, ProviderRequest, ProviderSet
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 _decode_plan = msgspec.json.Decoder(Plan).decode
 _CACHED_PLANS_MAX = 1000
 _CLOCK_SECONDS = 10.0

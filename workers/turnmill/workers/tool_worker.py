@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import structlog
 
 from turnmill.protocol.codec import WireFormat, encode_body
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, ToolResult
 from turnmill.protocol.errors import EngineError, ErrorKind
 from turnmill.protocol.keys import Keys, tool_queue
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ToolProgress, ToolReply, ToolTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
@@ -22,7 +22,7 @@ from turnmill.protocol.values import unpack_value
 from .consumer import Consumer
 from .tools import AbortSignal, Tool, ToolContext, run_tool
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class ToolWorker:

@@ -24,12 +24,12 @@ from functools import update_wrapper
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import msgspec
-import structlog
 from pydantic import ValidationError
 
 from turnmill.protocol.content import ErrorInfo, ToolResult
 from turnmill.protocol.errors import DefinitionError, ErrorKind
 from turnmill.protocol.keys import valid_name
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.specs import OnLost, ToolSpec
 
 from .tool_context import AbortSignal, SendProgress, ToolContext, ToolExecutionContext, call_in_loop
@@ -58,7 +58,7 @@ ARGUMENT_ERRORS_MAX = 10
 TOOL_ERROR = "tool_error"
 """The error kind of an attempt that its tool asked to repeat."""
 
-_log = structlog.get_logger("turnmill.tools")
+_log = get_logger("turnmill.tools")
 
 
 class ToolRetry(Exception):  # a request to try again, named as its author reads it: `raise ToolRetry(...)`

@@ -16,7 +16,7 @@ from turnmill.protocol.settings import Settings, load_settings
 
 from ..client import Client, open_client
 from ..embedded import ensure_server
-from ..roles import run_async
+from ..roles import keep_server, run_async
 from .exits import Exit
 from .logs import configure_logging
 
@@ -48,9 +48,21 @@ async def attached_client(settings: Settings, *, create: bool = False) -> AsyncI
             f"no Redis URL is set (TURNMILL_REDIS_URL), and no embedded server has ever run in {settings.data_dir}: "
             "start `turnmill dev APP` here"
         )
+    async with kept_server(settings) as url, open_client(url, settings) as client:
+        yield client
+
+
+@asynccontextmanager
+async def kept_server(settings: Settings) -> AsyncIterator[str]:
+    """The URL of the engine. The embedded server is kept running until the end, also when its owner leaves."""
+    if settings.redis_url is not None:
+        yield settings.redis_url
+        return
     server = await asyncio.to_thread(ensure_server, settings.data_dir)
+    keeping = asyncio.create_task(keep_server(settings))
     try:
-        async with open_client(server.url, settings) as client:
-            yield client
+        yield server.url
     finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
         await asyncio.to_thread(server.stop)

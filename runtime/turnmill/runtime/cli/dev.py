@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,6 @@ import typer
 from . import options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from turnmill.protocol.settings import Settings
     from turnmill.workers.app import App
 
@@ -63,27 +60,9 @@ def role_environment(settings: Settings, url: str) -> dict[str, str]:
     return environment
 
 
-@asynccontextmanager
-async def kept_server(settings: Settings) -> AsyncIterator[str]:
-    """The URL of the engine; the embedded server is kept running until the end."""
-    from ..embedded import ensure_server
-    from ..roles import keep_server
-
-    if settings.redis_url is not None:
-        yield settings.redis_url
-        return
-    server = await asyncio.to_thread(ensure_server, settings.data_dir)
-    keeping = asyncio.create_task(keep_server(settings))
-    try:
-        yield server.url
-    finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        await asyncio.to_thread(server.stop)
-
-
 async def _dev(settings: Settings, target: str, app: App, reload: bool) -> int:
     from ..supervisor import Supervisor
+    from .attachment import kept_server
 
     stop = asyncio.Event()
     async with kept_server(settings) as url:

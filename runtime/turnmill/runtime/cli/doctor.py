@@ -178,6 +178,8 @@ async def _look_at_fleet(engine: Engine, keys: Keys, settings: Settings) -> Asyn
 
 async def _look_at_queues(engine: Engine, keys: Keys, fleet: Fleet) -> AsyncIterator[Finding]:
     """Queues that hold tasks or that a registered tool names, without a worker that takes them."""
+    from turnmill.protocol.keys import pool_of_queue
+
     wanted = await _queues_of_tools(engine, keys)
     lengths: dict[str, int] = {}
     for partition in keys.partitions:
@@ -186,9 +188,10 @@ async def _look_at_queues(engine: Engine, keys: Keys, fleet: Fleet) -> AsyncIter
             lengths[queue] = lengths.get(queue, 0) + await engine.call("XLEN", partition.base + queue)
     unserved = sorted((wanted | {queue for queue, length in lengths.items() if length}) - fleet.queues)
     for queue in unserved:
-        waiting = f"{lengths.get(queue, 0)} tasks wait"
-        command = "turnmill worker llm --pool" if queue.startswith("model:") else "turnmill worker tools APP --queue"
-        yield Finding("warn", "queue", f"{queue} has no worker, {waiting}: start `{command} {queue.partition(':')[2]}`")
+        name = queue.partition(":")[2]
+        command = "turnmill worker llm --pool" if pool_of_queue(queue) else "turnmill worker tools APP --queue"
+        text = f"{queue} has no worker, {lengths.get(queue, 0)} tasks wait: start `{command} {name}`"
+        yield Finding("warn", "queue", text)
     if not unserved:
         yield Finding("ok", "queues", "each one in use has a worker" if lengths or wanted else "none in use yet")
 
@@ -197,12 +200,13 @@ async def _queues_of_tools(engine: Engine, keys: Keys) -> set[str]:
     import msgspec
 
     from turnmill.protocol.connection import pairs
+    from turnmill.protocol.keys import tool_queue
     from turnmill.protocol.specs import ToolSpec
 
     queues = set()
     for body in pairs(await engine.call("HGETALL", keys.tools)).values():
         try:
-            queues.add("tool:" + msgspec.json.decode(body, type=ToolSpec).queue)
+            queues.add(tool_queue(msgspec.json.decode(body, type=ToolSpec).queue))
         except msgspec.DecodeError:
             continue  # of a newer version
     return queues
