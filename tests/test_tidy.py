@@ -17,7 +17,7 @@ KEYS_FILE = REPOSITORY / "protocol/turnmill/protocol/keys.py"
 # The end of a key, or the piece in front of an id: `...:events`, `...:alive:`.
 KEY_PIECE = re.compile(
     r":(?:inbox|results|events|transcript|timers|lease|dead|feed|turns|stats|clock)\Z"
-    r"|(?:\A|[:}])(?:alive|backlog|blob|cancel|model|plan|session|tool|turn):\Z"
+    r"|(?:\A|[:}])(?:alive|backlog|backlog-clock|blob|cancel|model|plan|session|tool|transcript|turn):\Z"
 )
 LUA_TEXT = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
 LUA_HEADER_WORDS = ("KEYS", "ARGV", "Returns")

@@ -207,7 +207,9 @@ class Engine:
     async def _open_transport(self) -> tuple[Any, Any]:
         owner = cast("Any", self._pool).make_connection()
         try:
-            await asyncio.wait_for(owner.connect(), _CONNECT_TIMEOUT_SECONDS)
+            # Not wait_for: on Python 3.11 it may swallow a cancellation that comes as the connection is made.
+            async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
+                await owner.connect()
         except (RedisError, OSError, TimeoutError) as error:
             raise EngineUnavailable(
                 f"cannot reach Redis or Valkey at {self.address}: {error or type(error).__name__} "

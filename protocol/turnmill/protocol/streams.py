@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from .connection import Argument, Engine, Link, pairs
-from .errors import EngineReplyError, EngineUnavailable
+from .errors import EngineError, EngineReplyError, EngineUnavailable
 from .keys import WORKER_GROUP
 
 
@@ -90,6 +90,7 @@ class GroupReader:
         self._group = group
         self._consumer = consumer
         self._link: Link | None = None
+        self._client_id: int | None = None
         self.losses = 0
 
     async def read(self, streams: Sequence[str], count: int, block_ms: int) -> list[Delivery]:
@@ -110,6 +111,14 @@ class GroupReader:
             return []
         return _deliveries(reply)
 
+    async def interrupt(self) -> None:
+        """End a read that is blocked, without losing what its reply may hold: it returns what it has."""
+        if self._client_id is not None:
+            try:
+                await self._engine.call("CLIENT", "UNBLOCK", self._client_id)
+            except EngineError:
+                return  # not allowed, or not connected: the read ends by itself
+
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
@@ -119,6 +128,9 @@ class GroupReader:
         if self._link is None or not self._link.is_open:
             try:
                 self._link = await self._engine.open_link()
+                self._client_id = await self._link.call("CLIENT", "ID")
+            except EngineReplyError:
+                self._client_id = None  # not allowed: reads cannot be interrupted then
             except EngineUnavailable:
                 await asyncio.sleep(random.uniform(0.05, 0.3))
                 return None

@@ -104,6 +104,7 @@ class Consumer:
         self._suspects: set[tuple[str, bytes]] = set()
         self._slot_free = asyncio.Event()
         self._stop = asyncio.Event()
+        self._reader = GroupReader(engine, WORKER_GROUP, self.worker_id)
         self._completer = Completer(engine)
         self._description = {
             "id": self.worker_id,
@@ -136,16 +137,18 @@ class Consumer:
         """Until `stop`."""
         await create_groups(self._engine, self._order, WORKER_GROUP)
         await asyncio.to_thread(self._liveness.start)
-        beating = asyncio.create_task(self._beat())
-        reading = asyncio.create_task(self._read())
+        beating: asyncio.Task[object] = asyncio.create_task(self._beat())
+        reading: asyncio.Task[object] = asyncio.create_task(self._read())
+        stopping: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
         _log.info("worker started", worker=self.worker_id, queues=self._description["queues"], slots=self._concurrency)
         try:
-            done, _ = await asyncio.wait({beating, reading}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({beating, reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             self._stop.set()
-            await asyncio.gather(reading, return_exceptions=True)
+            await self._reader.interrupt()
+            await asyncio.gather(reading, stopping, return_exceptions=True)
             await self._drain()
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
@@ -155,7 +158,6 @@ class Consumer:
     # ---- read
 
     async def _read(self) -> None:
-        reader = GroupReader(self._engine, WORKER_GROUP, self.worker_id)
         try:
             while not self._stop.is_set():
                 free = self._concurrency - len(self._held)
@@ -165,13 +167,13 @@ class Consumer:
                     continue
                 lapses = self._liveness.lapses
                 streams, count = self._share(free)
-                deliveries = await reader.read(streams, count, self._block_ms)
+                deliveries = await self._reader.read(streams, count, self._block_ms)
                 if deliveries and (self._liveness.lapses != lapses or not self._liveness.is_valid):
                     deliveries = await self._still_owned(deliveries)
                 for delivery in deliveries:
                     self._accept(delivery)
         finally:
-            reader.close()
+            self._reader.close()
 
     def _share(self, free: int) -> tuple[list[str], int]:
         """COUNT counts per stream: divide the free slots, and rotate where there are fewer slots than streams."""
