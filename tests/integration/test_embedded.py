@@ -17,8 +17,8 @@ import psutil
 import pytest
 import redis
 import redis.asyncio
-from support.waiting import wait_until
 
+from support.waiting import wait_until
 from turnmill.protocol.errors import EngineUnavailable
 from turnmill.runtime.embedded import EmbeddedServer, ensure_server, main, stop_server
 

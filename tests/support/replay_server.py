@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -85,6 +87,10 @@ class ReplayServer:
     def reply(self, *answers: Answer) -> None:
         """Answers for the next requests, in order, behind those that are still waiting."""
         self._answers.extend(answers)
+
+    def reply_only(self, *answers: Answer) -> None:
+        """These answers from now on; what was waiting is forgotten."""
+        self._answers = deque(answers)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -157,3 +163,20 @@ async def _wait_while_connected(gate: asyncio.Event, reader: asyncio.StreamReade
         opened.cancel()
         left.cancel()
         await asyncio.gather(opened, left, return_exceptions=True)
+
+
+@contextmanager
+def replaying() -> Iterator[ReplayServer]:
+    """A server with a thread and an event loop of its own, for processes that outlive a test's loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="replay-server", daemon=True)
+    thread.start()
+    server = ReplayServer()
+    asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result()
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -38,6 +38,14 @@ def new_turn_id(partition: int) -> str:
     return f"t{partition}-{str(ULID()).lower()}"
 
 
+def submission_ms(turn_id: str) -> int | None:
+    """When a turn's id was made, by the clock of the client that made it; None where it is none of ours."""
+    try:
+        return int(ULID.from_str(turn_id.partition("-")[2].upper()).timestamp * 1000)
+    except ValueError:
+        return None
+
+
 def partition_of_turn(turn_id: str) -> int | None:
     """The partition in a turn's id; None where it is no turn id."""
     match = _TURN.match(turn_id)

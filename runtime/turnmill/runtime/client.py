@@ -12,7 +12,7 @@ from turnmill.protocol.codec import decode_message, encode_body
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import Message
 from turnmill.protocol.errors import ConfigurationError, DefinitionError
-from turnmill.protocol.keys import Keys, new_turn_id, partition_of_session, valid_session_id
+from turnmill.protocol.keys import Keys, new_turn_id, partition_of_session, submission_ms, valid_session_id
 from turnmill.protocol.messages import StartTurn
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings, load_settings
@@ -24,6 +24,9 @@ from .registry import publish
 from .turn import Turn
 
 _DEFAULT_OPTIONS = TurnOptions()
+_CLOCKS_DIFFER_MS = 3_600_000
+"""The time in a turn's id is of the client that made it, the inbox's times are of the engine."""
+_INBOX_PAGE = 500
 
 
 class Client:
@@ -84,6 +87,19 @@ class Client:
         body = encode_body(command, self.settings.wire, self.settings.payload_bytes_max)
         keys = self.keys.of_turn(command.turn_id)
         await self.engine.call("XADD", keys.inbox, "*", "t", command.type, "d", body)
+
+    async def is_submitted(self, turn_id: str) -> bool:
+        """Whether the command that starts a turn waits in its partition's inbox, not read by a coordinator yet."""
+        submitted_ms = submission_ms(turn_id)
+        start = "-" if submitted_ms is None else max(0, submitted_ms - _CLOCKS_DIFFER_MS)
+        inbox, name = self.keys.of_turn(turn_id).inbox, turn_id.encode()
+        while True:
+            entries = await self.engine.call("XRANGE", inbox, start, "+", "COUNT", _INBOX_PAGE)
+            if any(name in fields[3] for _, fields in entries if len(fields) > 3):
+                return True
+            if len(entries) < _INBOX_PAGE:
+                return False
+            start = b"(" + entries[-1][0]
 
     def attach(self, turn_id: str) -> Turn:
         """The handle of a turn that was started anywhere. Raises `ValueError` for what is no turn id."""

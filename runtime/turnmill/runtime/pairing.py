@@ -6,9 +6,32 @@ provider for a call without its result.
 
 from __future__ import annotations
 
-from turnmill.protocol.content import Message, ToolCall, ToolResult, ToolResultPart
+import msgspec
+
+from turnmill.protocol.content import Message, Part, ToolCall, ToolCallPart, ToolResult, ToolResultPart
 
 from .state import CallState, CallStatus
+
+
+def with_unique_calls(message: Message) -> Message:
+    """The message with call ids that differ: a result must tell which call it answers. Some models repeat an id, and
+    some use the function's name."""
+    calls = message.tool_calls
+    if len({call.id for call in calls}) == len(calls) and all(call.id for call in calls):
+        return message
+    taken: set[str] = set()
+    parts: list[Part] = []
+    for index, part in enumerate(message.content):
+        if isinstance(part, ToolCallPart):
+            wanted = part.tool_call.id or "call"
+            unique = wanted if wanted not in taken and part.tool_call.id else f"{wanted}_{index}"
+            while unique in taken:
+                unique += "_"
+            taken.add(unique)
+            part = ToolCallPart(msgspec.structs.replace(part.tool_call, id=unique))
+        assert not isinstance(part, str)
+        parts.append(part)
+    return msgspec.structs.replace(message, content=parts)
 
 
 def error_result(call: ToolCall, text: str) -> ToolResult:

@@ -168,8 +168,8 @@ def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
 
 def accept_reply(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
     """The attempt is the step's answer: into the transcript, and on to its calls or to the end."""
-    message = reply.message
-    assert message is not None
+    assert reply.message is not None
+    message = pairing.with_unique_calls(reply.message)
     draft.live = ""
     for body in reply.tail:
         event = _live_event(body)

@@ -82,9 +82,10 @@ class Turn:
         return ()
 
     async def status(self) -> str:
-        """What the record says: queued, running, finished, failed or aborted. Raises `TurnLostError` where none is."""
+        """submitted (not read by a coordinator yet), queued, running, finished, failed or aborted. Raises
+        `TurnLostError` where nothing is known of the turn."""
         record = await self._record()
-        self._status = record[b"status"].decode()
+        self._status = record[b"status"].decode() if record else "submitted"
         return self._status
 
     async def events(self, after: int = 0, types: Collection[str] | None = None) -> AsyncIterator[Event]:
@@ -179,7 +180,13 @@ class Turn:
         return record.get(b"status") in (b"finished", b"failed", b"aborted")
 
     async def _record(self) -> dict[bytes, bytes]:
+        """The turn's record; empty while its command waits in the inbox."""
         record = pairs(await self._client.engine.call("HGETALL", self._keys.turn(self.id)))
+        if not record:
+            if await self._client.is_submitted(self.id):
+                return record
+            # It may have been accepted between the two looks.
+            record = pairs(await self._client.engine.call("HGETALL", self._keys.turn(self.id)))
         if not record:
             raise TurnLostError(
                 f"nothing is known of turn {self.id}: it expired (TURNMILL_RECORD_TTL), or was never accepted in the "

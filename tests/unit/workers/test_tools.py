@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 from pydantic import AfterValidator, BaseModel, Field
-from structlog.testing import capture_logs
 
 from turnmill.protocol.content import FilePart, ImagePart, TextPart, ToolResult
 from turnmill.protocol.errors import DefinitionError
@@ -427,7 +426,7 @@ async def test_a_whole_number_of_seconds_is_written_without_a_fraction(
     assert await text_of_error(hang, timeout_seconds=2.0) == "Error: execution failed (timeout after 2 s)"
 
 
-async def test_a_hung_thread_is_left_behind_and_told() -> None:  # LC-07
+async def test_a_hung_thread_is_left_behind_and_told(caplog: pytest.LogCaptureFixture) -> None:  # LC-07
     release, threads, told = threading.Event(), [], []
 
     @tool(timeout=0.02)
@@ -437,16 +436,15 @@ async def test_a_hung_thread_is_left_behind_and_told() -> None:  # LC-07
         told.append(ctx.cancelled.is_set())
         return "late"
 
-    with capture_logs() as logs:
-        outcomes = await asyncio.gather(run(hang), run(count, {"word": "a"}))
-        assert outcomes[0].result.result == "Error: execution failed (timeout after 0.02 s)"
-        assert outcomes[1].result.result == "a"
-        assert threads[0].daemon
-        release.set()
-        await asyncio.to_thread(threads[0].join)
+    outcomes = await asyncio.gather(run(hang), run(count, {"word": "a"}))
+    assert outcomes[0].result.result == "Error: execution failed (timeout after 0.02 s)"
+    assert outcomes[1].result.result == "a"
+    assert threads[0].daemon
+    release.set()
+    await asyncio.to_thread(threads[0].join)
     assert told == [True]
-    assert logs == [
-        {"event": "tool.late", "log_level": "warning", "tool": "hang", "tool_call_id": "call_1", "failed": False}
+    assert [record.getMessage() for record in caplog.records] == [
+        "tool.late tool='hang' tool_call_id='call_1' failed=False"
     ]
 
 
@@ -797,3 +795,23 @@ def test_a_thread_that_outlives_its_loop_is_quiet() -> None:  # LC-07
     release.set()
     threads[0].join()
     gc.collect()  # what is left unawaited or unretrieved would warn here, and a warning fails the test
+
+
+async def test_a_tool_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:  # LC-07
+    monkeypatch.setattr("turnmill.workers.tools.CANCELLATION_GRACE_SECONDS", 0.01)
+    release = asyncio.Event()
+    swallowed = asyncio.Event()
+
+    @tool(timeout=0.02)
+    async def stubborn() -> str:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                swallowed.set()
+        return "late"
+
+    outcome = await asyncio.wait_for(run(stubborn), 10)
+    assert outcome.result.result == "Error: execution failed (timeout after 0.02 s)"
+    assert swallowed.is_set()
+    release.set()

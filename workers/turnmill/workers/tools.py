@@ -19,7 +19,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import update_wrapper
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
@@ -59,6 +59,8 @@ TOOL_ERROR = "tool_error"
 """The error kind of an attempt that its tool asked to repeat."""
 
 _log = get_logger("turnmill.tools")
+CANCELLATION_GRACE_SECONDS = 1.0
+"""How long a cancelled tool may take to clean up before it is left behind."""
 
 
 class ToolRetry(Exception):  # a request to try again, named as its author reads it: `raise ToolRetry(...)`
@@ -250,7 +252,8 @@ def _one_of(tool_name: str, option: str, value: Any, allowed: tuple[Any, ...]) -
 async def run_tool(tool: Tool[..., Any], arguments: Mapping[str, Any], context: ToolContext) -> ToolOutcome:
     """One attempt at one call, within `context.timeout_seconds`. Raises nothing but a cancellation from outside.
 
-    An async tool that swallows its cancellation holds its caller until it returns; what it returns then is void.
+    A tool that swallows its cancellation is left behind after a short grace, so that it costs no slot; what it returns
+    then is void.
     """
     started = time.perf_counter()
     try:
@@ -261,24 +264,58 @@ async def run_tool(tool: Tool[..., Any], arguments: Mapping[str, Any], context: 
         )
     if tool.context_parameter is not None:
         keywords[tool.context_parameter] = context
-    limit = asyncio.timeout(context.timeout_seconds)
+    run = tool.function(**keywords) if tool.is_async else _run_in_thread(tool, keywords, context)
     try:
-        async with limit:
-            value = await (tool.function(**keywords) if tool.is_async else _run_in_thread(tool, keywords, context))
+        value, raised = await _within(run, tool, context)
+    except _TimedOut:
+        return _timed_out(context, tool, started)
+    if raised is not None:
+        return _failed(context, tool, started, raised)
+    return _succeeded(context, tool, started, value)
+
+
+class _TimedOut(Exception):
+    """The call's time is over. Not a `TimeoutError`: a tool may raise that itself."""
+
+
+_LEFT_BEHIND: set[asyncio.Task[Any]] = set()
+
+
+async def _within(
+    run: Coroutine[Any, Any, Any], tool: Tool[..., Any], context: ToolContext
+) -> tuple[Any, BaseException | None]:
+    """What a run returns or raises, in a task of its own: it can be left behind, whatever it does with its cancellation."""
+    task = asyncio.get_running_loop().create_task(_caught(run))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=context.timeout_seconds)
+    except asyncio.CancelledError:
+        context.cancelled.set("cancelled")
+        await _leave(task, tool, context)
+        raise
+    if done:
+        return task.result()
+    context.cancelled.set(ErrorKind.TIMEOUT)
+    await _leave(task, tool, context)
+    raise _TimedOut
+
+
+async def _caught(run: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """A tool that exits, or is interrupted, must not take its worker along: errors are values from here on."""
+    try:
+        return await run, None
     except GeneratorExit:  # this coroutine is being closed, nobody takes an outcome
         raise
-    except BaseException as error:  # a tool that exits must not take its worker along
-        _raise_cancellation(error, context)
-        return _timed_out(context, tool, started) if limit.expired() else _failed(context, tool, started, error)
-    return _timed_out(context, tool, started) if limit.expired() else _succeeded(context, tool, started, value)
+    except BaseException as error:
+        return None, error
 
 
-def _raise_cancellation(error: BaseException, context: ToolContext) -> None:
-    """Pass a cancellation on if it came from outside; one that the tool raised itself is its failure."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        context.cancelled.set("cancelled")
-        raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
+async def _leave(task: asyncio.Task[Any], tool: Tool[..., Any], context: ToolContext) -> None:
+    task.cancel()
+    await asyncio.wait({task}, timeout=CANCELLATION_GRACE_SECONDS)
+    if not task.done():
+        _LEFT_BEHIND.add(task)
+        task.add_done_callback(_LEFT_BEHIND.discard)
+        _log.warning("tool.stuck", tool=tool.name, tool_call_id=context.tool_call_id)
 
 
 def _succeeded(context: ToolContext, tool: Tool[..., Any], started: float, value: Any) -> ToolOutcome:

@@ -1,0 +1,1 @@
+"""Applications that tests serve with worker processes."""

@@ -1,0 +1,301 @@
+"""A session in memory: feeds messages to the machine, applies its effects, and objects to what must never happen.
+
+    session = Session(AgentSpec(name="a", model="scripted:x"), tools=[ToolSpec(name="add")])
+    session.start("What is 1 + 2?")
+    session.answer(calls=[call("add", a=1, b=2)])
+    session.finish_call(0, 3)
+    session.answer("It is 3.")
+    assert session.event_types()[-1] == "turn.finished"
+
+It plays the store's and the workers' part, so a test only says who did what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from turnmill.protocol.content import (
+    ErrorInfo,
+    Message,
+    Part,
+    TextPart,
+    ToolCall,
+    ToolCallPart,
+    ToolResult,
+    ToolResultPart,
+    Usage,
+)
+from turnmill.protocol.events import TERMINAL_EVENT_TYPES, Event
+from turnmill.protocol.messages import (
+    CallWaiting,
+    DeliveryLost,
+    ModelReply,
+    ModelTask,
+    StartTurn,
+    TimerFired,
+    ToolProgress,
+    ToolReply,
+    ToolTask,
+)
+from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec
+from turnmill.runtime.effects import (
+    Append,
+    Count,
+    Decision,
+    DispatchModel,
+    DispatchTool,
+    Feed,
+    Index,
+    Publish,
+    Record,
+    SetTimer,
+)
+from turnmill.runtime.machine import Input, Limits, Start, advance
+from turnmill.runtime.state import SessionState, decode_state, encode_state
+from turnmill.workers.providers.scripted import history_fault
+
+SESSION = "session"
+PLAN = "plan"
+AGENT = AgentSpec(name="agent", model="scripted:x")
+
+
+def call(name: str, call_id: str | None = None, *, error: str | None = None, **arguments: Any) -> ToolCall:
+    return ToolCall(id=call_id or f"call_{name}", name=name, arguments=arguments, error=error)
+
+
+class Session:
+    """One session, its transcript, channels and outgoing tasks."""
+
+    def __init__(self, agent: AgentSpec = AGENT, tools: Sequence[ToolSpec] = (), limits: Limits | None = None) -> None:
+        self.plans = {PLAN: Plan(agent=agent, tools={spec.name: spec for spec in tools})}
+        self.limits = limits or Limits()
+        self.state = SessionState()
+        self.now_ms = 1_000_000
+        self.timer_ms: int | None = None
+        self.live: str | None = None
+        self.transcript: list[Message] = []
+        self.channels: dict[str, list[Event]] = {}
+        self.closed: set[str] = set()
+        self.records: dict[str, dict[str, Any]] = {}
+        self.index: list[str] = []
+        self.feed: list[Feed] = []
+        self.tasks: list[ModelTask | ToolTask] = []
+        self.counters: dict[str, int] = {}
+        self.last = Decision(self.state, [])
+        self.submitted = 0
+
+    # --- messages
+
+    def send(self, message: Input) -> Decision:
+        """Have the machine decide, check what holds for every decision, and apply it."""
+        before = encode_state(self.state)
+        decision = advance(self.state, message, self.now_ms, SESSION, self.plans, self.limits)
+        assert encode_state(self.state) == before, "the machine has changed the state it was given"
+        assert decode_state(encode_state(decision.state)) == decision.state, "the state does not survive its encoding"
+        self.last = decision
+        if decision.new_turn is not None and decision.new_turn in self.records:
+            self._count("duplicate_turn")  # the store refuses: the turn was known
+            return decision
+        if isinstance(message, TimerFired):
+            self.timer_ms = None  # it has left the sorted set
+        if decision.discarded is not None:
+            assert decision.effects == [Count(decision.discarded)]
+            assert decision.state is self.state
+        self.state = decision.state
+        self.live = decision.live if decision.live is not None else self.live
+        for effect in decision.effects:
+            self._apply(effect)
+        self._check()
+        return decision
+
+    def start(
+        self,
+        *texts: str | Message,
+        turn_id: str | None = None,
+        problem: ErrorInfo | None = None,
+        plan_id: str = PLAN,
+        **fields: Any,
+    ) -> str:
+        """Submit a turn; its id."""
+        self.submitted += 1
+        turn_id = turn_id or f"turn-{self.submitted}"
+        messages = [
+            text if isinstance(text, Message) else Message(role="user", content=text) for text in texts or ("hello",)
+        ]
+        command = StartTurn(turn_id=turn_id, session_id=SESSION, agent="agent@1", messages=messages, **fields)
+        self.send(Start(command, plan_id, problem))
+        return turn_id
+
+    def answer(self, text: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Decision:
+        """The model's reply to the task that stands out."""
+        return self.send(self.model_reply(text, calls, **fields))
+
+    def model_reply(self, text: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> ModelReply:
+        content: str | list[Part] = text
+        if calls:
+            content = [*([TextPart(text)] if text else []), *[ToolCallPart(item) for item in calls]]
+        values: dict[str, Any] = {
+            "message": Message(role="assistant", content=content),
+            "finish_reason": "tool_calls" if calls else "stop",
+            "usage": Usage(input_tokens=10, output_tokens=5, total_tokens=15),
+        }
+        return self._addressed(ModelReply, self.model_task, {**values, **fields})
+
+    def fail_model(self, kind: str = "provider_error", *, retryable: bool = True, **fields: Any) -> Decision:
+        error = ErrorInfo(kind=kind, message=f"{kind}!", retryable=retryable, **fields)
+        return self.send(self.model_reply(message=None, usage=None, finish_reason=None, error=error))
+
+    def finish_call(self, index: int, value: Any = "done", **fields: Any) -> Decision:
+        """A tool's reply to the newest attempt at a call of the running step."""
+        return self.send(self.tool_reply(index, value, **fields))
+
+    def tool_reply(self, index: int, value: Any = "done", **fields: Any) -> ToolReply:
+        task = self.tool_task(index)
+        result = ToolResult(tool_call_id=task.tool_call_id, tool_name=task.tool, result=value)
+        return self._addressed(ToolReply, task, {"result": result, "duration_seconds": 0.25, **fields})
+
+    def retry_call(self, index: int, *, message: str = "try again", **fields: Any) -> Decision:
+        error = ErrorInfo(kind="tool_error", message=message, retryable=True, **fields)
+        return self.finish_call(index, f"Error: execution failed ({message})", error=error)
+
+    def progress(self, index: int, sequence: int, message: str = "on it", **fields: Any) -> Decision:
+        values = {"sequence": sequence, "message": message, **fields}
+        return self.send(self._addressed(ToolProgress, self.tool_task(index), values))
+
+    def lose(self, task: ModelTask | ToolTask) -> Decision:
+        return self.send(self._addressed(DeliveryLost, task, {}))
+
+    def wait_for_worker(self, index: int, *, expired: bool = False) -> Decision:
+        return self.send(self._addressed(CallWaiting, self.tool_task(index), {"expired": expired}))
+
+    def fire_timer(self) -> Decision:
+        """Let time pass until the session's timer is due."""
+        assert self.timer_ms is not None, "no timer is set"
+        self.now_ms = max(self.now_ms, self.timer_ms)
+        return self.send(TimerFired(session_id=SESSION))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_ms += int(seconds * 1000)
+
+    # --- looks
+
+    @property
+    def model_tasks(self) -> list[ModelTask]:
+        return [task for task in self.tasks if isinstance(task, ModelTask)]
+
+    @property
+    def model_task(self) -> ModelTask:
+        """The newest model task."""
+        return self.model_tasks[-1]
+
+    @property
+    def tool_tasks(self) -> list[ToolTask]:
+        return [task for task in self.tasks if isinstance(task, ToolTask)]
+
+    def tool_task(self, index: int) -> ToolTask:
+        """The newest attempt at a call of the newest step that has one."""
+        step = max(task.step_number for task in self.tool_tasks if task.turn_id == self.tool_tasks[-1].turn_id)
+        return next(task for task in reversed(self.tool_tasks) if task.call == f"{step}.{index}")
+
+    @property
+    def turn_id(self) -> str:
+        """The turn that was started last."""
+        return next(reversed(self.channels))
+
+    def events(self, turn_id: str | None = None, *types: str) -> list[Any]:
+        events = self.channels.get(turn_id or self.turn_id, [])
+        return [event for event in events if not types or event.type in types]
+
+    def event_types(self, turn_id: str | None = None) -> list[str]:
+        return [event.type for event in self.events(turn_id)]
+
+    def results(self) -> list[ToolResult]:
+        """All results in the transcript, in order."""
+        return [result for message in self.transcript for result in message.tool_results]
+
+    def result_texts(self) -> list[Any]:
+        return [result.result for result in self.results()]
+
+    # --- the store's part
+
+    def _addressed(self, kind: Any, task: ModelTask | ToolTask, values: dict[str, Any]) -> Any:
+        address = {"session_id": SESSION, "turn_id": task.turn_id, "call": task.call, "attempt": task.attempt}
+        return kind(**{**address, **values})
+
+    def _apply(self, effect: Any) -> None:
+        match effect:
+            case Publish():
+                self._publish(effect)
+            case Append(message):
+                self.transcript.append(message)
+            case DispatchModel(task):
+                self._dispatch_model(task)
+            case DispatchTool(task):
+                assert self.state.turn is None or task.turn_id == self.state.turn.turn_id or task.turn_id in self.closed
+                assert task.turn_id not in self.closed, "a call was handed out for a turn that has ended"
+                self.tasks.append(task)
+            case Record(turn_id, fields):
+                self.records.setdefault(turn_id, {}).update(fields)
+            case Index(turn_id):
+                self.index.append(turn_id)
+            case Feed():
+                self.feed.append(effect)
+            case SetTimer(at_ms):
+                self.timer_ms = at_ms
+            case Count(name):
+                self._count(name)
+            case _:
+                raise AssertionError(effect)
+
+    def _publish(self, publish: Publish) -> None:
+        if publish.opens:
+            assert publish.turn_id not in self.channels, "a channel was opened twice"
+            self.channels[publish.turn_id] = []
+        assert publish.turn_id not in self.closed, f"{publish.event.type} behind the turn's end"
+        assert publish.closes == (publish.event.type in TERMINAL_EVENT_TYPES)
+        self.channels[publish.turn_id].append(publish.event)
+        if publish.closes:
+            self.closed.add(publish.turn_id)
+
+    def _dispatch_model(self, task: ModelTask) -> None:
+        assert task.turn_id not in self.closed, "a model call was handed out for a turn that has ended"
+        assert task.messages <= len(self.transcript), "the task refers to messages that are not there"
+        fault = history_fault(self.transcript[: task.messages])
+        assert fault is None, fault
+        assert (task.turn_id, task.call, task.attempt) not in [
+            (old.turn_id, old.call, old.attempt) for old in self.model_tasks
+        ], "an attempt was handed out twice"
+        self.tasks.append(task)
+
+    def _count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
+
+    def _check(self) -> None:
+        state, turn = self.state, self.state.turn
+        assert state.length == len(self.transcript)
+        assert state.timer_ms == self.timer_ms, "the state and the sorted set disagree about the timer"
+        open_channels = set(self.channels) - self.closed
+        assert open_channels == ({turn.turn_id} if turn is not None else set())
+        if turn is None:
+            assert not state.queue, "a turn waits for nobody"
+            assert self.timer_ms is None, "a timer is left behind"
+            return
+        assert self.timer_ms is not None, "a live turn has no timer: nothing would wake it"
+        assert turn.calls or turn.phase != "tools", "a step waits for no call"
+
+
+def texts(messages: Sequence[Message]) -> list[tuple[str, Any]]:
+    """A transcript in brief: roles with their text, call ids or result ids."""
+    brief: list[tuple[str, Any]] = []
+    for message in messages:
+        ids = [part.tool_call.id for part in _parts(message, ToolCallPart)]
+        ids += [part.tool_result.tool_call_id for part in _parts(message, ToolResultPart)]
+        brief.append((message.role, ids if ids else message.text))
+    return brief
+
+
+def _parts(message: Message, kind: type[msgspec.Struct]) -> list[Any]:
+    return [] if isinstance(message.content, str) else [part for part in message.content if isinstance(part, kind)]
