@@ -24,6 +24,7 @@ from turnmill.protocol.errors import EngineError, EngineUnavailable, ErrorKind, 
 from turnmill.protocol.keys import WORKER_GROUP, Keys
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import Body, ModelReply, ModelTask, Task, ToolReply, UnreadableTask
+from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.streams import Completer, Delivery, GroupReader, create_groups, pending_ids, read_entry
@@ -106,6 +107,7 @@ class Consumer:
         self._stop = asyncio.Event()
         self._reader = GroupReader(engine, WORKER_GROUP, self.worker_id)
         self._completer = Completer(engine)
+        self.clock = ServerClock(engine)
         self._description = {
             "id": self.worker_id,
             "role": role,
@@ -136,6 +138,7 @@ class Consumer:
     async def run(self) -> None:
         """Until `stop`."""
         await create_groups(self._engine, self._order, WORKER_GROUP)
+        await self.clock.synchronize()
         await asyncio.to_thread(self._liveness.start)
         beating: asyncio.Task[object] = asyncio.create_task(self._beat())
         reading: asyncio.Task[object] = asyncio.create_task(self._read())
@@ -286,6 +289,7 @@ class Consumer:
         while True:
             await asyncio.sleep(self._settings.heartbeat_seconds * random.uniform(0.8, 1.2))
             try:
+                await self.clock.synchronize()
                 await self._compare()
             except EngineError as error:
                 _log.warning("cannot compare what is held", worker=self.worker_id, error=str(error))

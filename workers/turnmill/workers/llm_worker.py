@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import jsonschema_rs
 import msgspec
 
@@ -14,7 +12,6 @@ from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ModelReply, ModelTask
-from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan
 
@@ -25,7 +22,6 @@ from .providers.base import Completed, ProviderError, ProviderRequest, ProviderS
 _log = get_logger(__name__)
 _decode_plan = msgspec.json.Decoder(Plan).decode
 _CACHED_PLANS_MAX = 1000
-_CLOCK_SECONDS = 10.0
 
 
 class LLMWorker:
@@ -47,7 +43,6 @@ class LLMWorker:
         self._providers = providers
         self._wire: WireFormat = settings.wire
         self._bytes_max = settings.event_bytes_max
-        self._clock = ServerClock(engine)
         self._plans: dict[str, tuple[Plan, dict[str, jsonschema_rs.Validator]]] = {}
         self._streams_open = 0
         self.consumer = Consumer(
@@ -68,23 +63,10 @@ class LLMWorker:
 
     async def run(self) -> None:
         """Until `stop`; then the providers' connections are closed."""
-        await self._clock.synchronize()
-        keeping = asyncio.create_task(self._keep_clock())
         try:
             await self.consumer.run()
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
             await self._providers.close()
-
-    async def _keep_clock(self) -> None:
-        while True:
-            await asyncio.sleep(_CLOCK_SECONDS)
-            await self._engine.ready()
-            try:
-                await self._clock.synchronize()
-            except Exception as error:
-                _log.warning("clock not synchronized", error=str(error))
 
     async def _handle(self, task: ModelTask, partition: int) -> ModelReply:
         reply = ModelReply(
@@ -149,7 +131,7 @@ class LLMWorker:
             keys.session(task.session_id),
             keys.events(task.turn_id),
             f"{task.turn_id}/{task.call}/{task.attempt}",
-            now_ms=self._clock.now_ms,
+            now_ms=self.consumer.clock.now_ms,
             streams_open=lambda: self._streams_open,
             bytes_max=self._bytes_max,
             wire=self._wire,

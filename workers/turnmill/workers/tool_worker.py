@@ -15,7 +15,6 @@ from turnmill.protocol.errors import EngineError, ErrorKind
 from turnmill.protocol.keys import Keys, tool_queue
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ToolProgress, ToolReply, ToolTask
-from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.values import unpack_value
 
@@ -43,7 +42,6 @@ class ToolWorker:
         self._keys = keys
         self._settings = settings
         self._wire: WireFormat = settings.wire
-        self._clock = ServerClock(engine)
         served = set(queues or [tool.spec.queue for tool in tools.values()]) or {"default"}
         self.tools = {name: tool for name, tool in tools.items() if tool.spec.queue in served}
         self._slots = {
@@ -68,7 +66,6 @@ class ToolWorker:
     async def run(self) -> None:
         """Register the tools and serve them, until `stop`."""
         await self.register()
-        await self._clock.synchronize()
         await self.consumer.run()
 
     async def register(self) -> None:
@@ -89,7 +86,7 @@ class ToolWorker:
         tool = self.tools.get(task.tool)
         if tool is None:
             return _reply(task, error=self._unknown(task))
-        if self._clock.now_ms() > task.start_by_ms:
+        if self.consumer.clock.now_ms() > task.start_by_ms:
             text = f"the call reached a worker after its start timeout of {tool.spec.start_timeout_seconds:g} s"
             return _reply(task, error=ErrorInfo(kind=ErrorKind.TIMEOUT, message=text))
         slots = self._slots.get(task.tool)
