@@ -313,7 +313,7 @@ async def test_a_commit_whose_answer_was_lost_may_be_sent_again(engine: Engine, 
 async def test_without_the_version_two_owners_both_write(
     engine: Engine, keys: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fence = "if (call('HGET', session, 'v') or '0') ~= version then"
+    fence = "if (current[1] or '0') ~= version or (current[2] or '') ~= A[a + 3] then"
     monkeypatch.setattr(store_module, "COMMIT_TURNS", Altered(COMMIT_TURNS, (fence, "if false then")))
     await run(store, commit(opening()))
     answer = Append(Message(role="assistant", content="the answer"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -22,10 +22,16 @@ class Script:
         self.source = resources.files(__package__).joinpath("lua", f"{name}.lua").read_text("utf-8")
         self._sha = hashlib.sha1(self.source.encode()).hexdigest()
 
-    async def run(self, engine: Engine, keys: Sequence[Argument], arguments: Sequence[Argument]) -> Any:
-        """Raises `EngineReplyError` where the script fails, `EngineUnavailable` where its outcome is unknown."""
+    def run(self, engine: Engine, keys: Sequence[Argument], arguments: Sequence[Argument]) -> Coroutine[Any, Any, Any]:
+        """Send the call now; awaiting gives its reply. Raises `EngineReplyError` where the script fails,
+        `EngineUnavailable` where its outcome is unknown."""
+        return self._reply(engine.call("EVALSHA", self._sha, len(keys), *keys, *arguments), engine, keys, arguments)
+
+    async def _reply(
+        self, sent: asyncio.Future[Any], engine: Engine, keys: Sequence[Argument], arguments: Sequence[Argument]
+    ) -> Any:
         try:
-            return await engine.call("EVALSHA", self._sha, len(keys), *keys, *arguments)
+            return await sent
         except EngineReplyError as error:
             if not str(error).startswith("NOSCRIPT"):
                 raise

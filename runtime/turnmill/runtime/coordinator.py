@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable
 
 from turnmill.protocol.connection import Engine
@@ -28,6 +29,8 @@ from .timers import fire_due
 
 _log = get_logger(__name__)
 _READ_COUNT = 128
+_BATCHES_MAX = 2
+"""Batches under way at a time: one is decided while the engine commits the other."""
 _IDLE_SECONDS = 0.02
 _TRIM_SECONDS = 30.0
 
@@ -100,7 +103,7 @@ class Coordinator:
 
     async def _read(self) -> None:
         reader = GroupReader(self._engine, COORDINATOR_GROUP, self.name)
-        handling: asyncio.Future[list[None]] | None = None
+        handling: deque[asyncio.Future[list[None]]] = deque()
         try:
             while not self._stop.is_set():
                 readable = self._leases.readable(self._block_ms / 1000 + 0.2)
@@ -108,12 +111,12 @@ class Coordinator:
                     await asyncio.sleep(_IDLE_SECONDS)
                     continue
                 deliveries = await reader.read(self._sources(readable), _READ_COUNT, self._block_ms)
-                if handling is not None:
-                    await handling
-                handling = asyncio.gather(*self._handle(deliveries)) if deliveries else None
+                while len(handling) >= _BATCHES_MAX or (handling and handling[0].done()):
+                    await handling.popleft()
+                if deliveries:
+                    handling.append(asyncio.gather(*self._handle(deliveries)))
         finally:
-            if handling is not None:
-                await handling
+            await asyncio.gather(*handling)
             reader.close()
 
     def _sources(self, readable: list[int]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from turnmill.protocol.content import Message
 from turnmill.protocol.events import Event
@@ -11,7 +13,7 @@ from turnmill.protocol.messages import ModelTask, ToolTask
 from .state import SessionState
 
 
-class Publish(NamedTuple):
+class Publish(msgspec.Struct, frozen=True):
     """Append an event to a turn's channel. `opens` creates the channel; `closes` starts its expiry."""
 
     turn_id: str
@@ -20,13 +22,13 @@ class Publish(NamedTuple):
     closes: bool = False
 
 
-class Append(NamedTuple):
+class Append(msgspec.Struct, frozen=True):
     """Append a message to the session's transcript."""
 
     message: Message
 
 
-class DispatchModel(NamedTuple):
+class DispatchModel(msgspec.Struct, frozen=True):
     """Hand a model call to a pool, through the dispatch window."""
 
     task: ModelTask
@@ -35,14 +37,14 @@ class DispatchModel(NamedTuple):
     priority: int
 
 
-class DispatchTool(NamedTuple):
+class DispatchTool(msgspec.Struct, frozen=True):
     """Hand a tool call to a queue."""
 
     task: ToolTask
     queue: str
 
 
-class Record(NamedTuple):
+class Record(msgspec.Struct, frozen=True):
     """Set fields of a turn's record; `ends` starts its expiry."""
 
     turn_id: str
@@ -50,14 +52,14 @@ class Record(NamedTuple):
     ends: bool = False
 
 
-class Index(NamedTuple):
+class Index(msgspec.Struct, frozen=True):
     """Enter the turn into the partition's index."""
 
     turn_id: str
     created_ms: int
 
 
-class Feed(NamedTuple):
+class Feed(msgspec.Struct, frozen=True):
     """Tell the lifecycle feed."""
 
     turn_id: str
@@ -67,13 +69,13 @@ class Feed(NamedTuple):
     detail: str | None = None
 
 
-class SetTimer(NamedTuple):
+class SetTimer(msgspec.Struct, frozen=True):
     """Have `timer_fired` sent at a time of the engine's clock; None clears it."""
 
     at_ms: int | None
 
 
-class Count(NamedTuple):
+class Count(msgspec.Struct, frozen=True):
     """Add one to a counter of the partition."""
 
     name: str
@@ -82,7 +84,7 @@ class Count(NamedTuple):
 Effect: TypeAlias = Publish | Append | DispatchModel | DispatchTool | Record | Index | Feed | SetTimer | Count
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True):
     """The machine's answer to one message.
 
     `live` names the model attempt that may publish from now on ("" for none, None for no change). `new_turn` is a turn

@@ -7,6 +7,7 @@ The cache of states is valid while nobody else commits; the version in every com
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,11 +35,17 @@ from .dispatch import DispatchWindow
 from .effects import Count, Decision, DispatchModel, DispatchTool
 from .machine import Input, Limits, Start, advance
 from .registry import Registry
+from .state import SessionState
 from .store import INBOX, RESULTS, STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
 
 _log = get_logger(__name__)
 _CACHED_SESSIONS_MAX = 20_000
 _CACHED_PLANS_MAX = 2_000
+
+
+def new_writer() -> str:
+    """A name for one ownership of a partition, in the versions that it writes."""
+    return secrets.token_hex(4)
 
 
 class Arrived(NamedTuple):
@@ -50,7 +57,7 @@ class Arrived(NamedTuple):
 
 
 class Partition:
-    """Decides and commits for one partition. One batch at a time."""
+    """Decides and commits for one partition: one batch is decided while the one before is being committed."""
 
     def __init__(
         self, engine: Engine, keys: Keys, number: int, settings: Settings, secret: bytes, clock: ServerClock
@@ -63,13 +70,14 @@ class Partition:
         self._clock = clock
         self._limits = Limits(settings.session_queue_max, settings.max_attempts)
         retention = Retention(settings.event_ttl * 1000, settings.record_ttl * 1000, settings.feed_length)
-        self._store = Store(engine, self.keys, secret, retention, settings.wire)
+        self._store = Store(engine, self.keys, secret, retention, settings.wire, new_writer())
         self._registry = Registry(engine, keys, settings.plan_ttl)
         self.window = DispatchWindow(engine, self.keys, settings.dispatch_window)
         self._sessions: dict[str, Versioned] = {}
         self._plans: dict[str, Plan] = {}
         self._queues: set[str] = set()
-        self._lock = asyncio.Lock()
+        self._deciding = asyncio.Lock()
+        self._last: asyncio.Future[None] | None = None
         self.in_flight: set[tuple[str, bytes]] = set()
         self.counters: dict[str, int] = {}
 
@@ -80,14 +88,16 @@ class Partition:
     async def take_over(self) -> None:
         """Get ready after the lease was taken."""
         self.forget()
+        self._store.writer = new_writer()
         queues = await self._engine.call("SMEMBERS", self.keys.queues)
         self._queues = {name.decode() for name in queues}
         await self.window.look(self._pools())
 
     async def settled(self) -> None:
-        """Return when the batch under way is committed."""
-        async with self._lock:
-            self.forget()
+        """Return when the batches under way are committed."""
+        if self._last is not None:
+            await asyncio.wait({self._last})
+        self.forget()
 
     @property
     def task_streams(self) -> list[str]:
@@ -103,15 +113,19 @@ class Partition:
         The engine may go away in between: the batch is decided again then, on what was stored.
         """
         self.in_flight.update((delivery.stream, delivery.entry_id) for delivery in deliveries)
-        async with self._lock:
-            try:
-                await self._handle(deliveries)
-            finally:
-                self.in_flight.difference_update((delivery.stream, delivery.entry_id) for delivery in deliveries)
+        previous, done = self._last, asyncio.get_running_loop().create_future()
+        self._last = done
+        try:
+            await self._handle(deliveries, previous)
             if self.window.has_backlog:
                 await self._retrying(self.window.refill)
+        finally:
+            self.in_flight.difference_update((delivery.stream, delivery.entry_id) for delivery in deliveries)
+            done.set_result(None)
 
-    async def _handle(self, deliveries: Sequence[Delivery]) -> None:
+    async def _handle(self, deliveries: Sequence[Delivery], previous: asyncio.Future[None] | None) -> None:
+        """The first round may be decided while the batch before is being committed; whatever must be decided again
+        waits for that one, so that the order of arrival holds."""
         admitted = [(item, delivery) for delivery in deliveries if (item := await self._admit(delivery)) is not None]
         arrived = [item for item, _ in admitted]
         by_source = {item.source: delivery for item, delivery in admitted}
@@ -135,6 +149,9 @@ class Partition:
                 self.forget()
                 _log.exception("decision failed", partition=self.number)
                 arrived = await self._isolate(arrived, by_source, f"{type(error).__name__}: {error}")
+            if arrived and previous is not None:
+                await asyncio.wait({previous})
+                previous = None
 
     async def _isolate(self, arrived: list[Arrived], by_source: dict[Source, Delivery], reason: str) -> list[Arrived]:
         """One session's broken data must not stop its partition: find the session, and bury its messages."""
@@ -144,7 +161,7 @@ class Partition:
                 await self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}")
             return []
         for session_id in sessions:
-            await self._handle([by_source[item.source] for item in arrived if item.session_id == session_id])
+            await self._handle([by_source[item.source] for item in arrived if item.session_id == session_id], None)
         return []
 
     # ---- the door: what may come in at all
@@ -224,38 +241,52 @@ class Partition:
     # ---- decide and commit
 
     async def _commit(self, arrived: list[Arrived], known: set[str]) -> list[Arrived]:
-        """One round: load, decide, commit. Returns what must be decided again."""
+        """One round: load, decide, commit. Returns what must be decided again.
+
+        The states are cached as if the commit had landed, for the batch behind. If it is refused they are dropped, and
+        what was decided on them meanwhile is refused as well: it expects a version that nobody wrote.
+        """
         by_session: dict[str, list[Arrived]] = {}
         for item in arrived:
             by_session.setdefault(item.session_id, []).append(item)
-        await self._load_sessions(by_session)
-        postponed = await self._resolve(by_session, known)
-        now_ms = self._clock.now_ms()
-        commits = [self._decide(session_id, items, now_ms, known) for session_id, items in by_session.items()]
-        await self._note_queues(commits)
-        results = await self._store.commit(commits, now_ms, self.window.admit)
+        async with self._deciding:
+            postponed = await self._prepare(by_session)
+            now_ms = self._clock.now_ms()
+            commits = [self._decide(session_id, items, now_ms, known) for session_id, items in by_session.items()]
+            await self._note_queues(commits)
+            reply = self._store.commit(commits, now_ms, self.window.admit)
         again: list[Arrived] = []
-        for commit, result in zip(commits, results, strict=True):
+        for commit, result in zip(commits, await reply, strict=True):
             if result == STALE:
                 self._count("stale_commits")
-                self._sessions.pop(commit.session_id, None)
-                again += by_session[commit.session_id]
             elif result == TURN_EXISTS:
                 assert commit.new_turn is not None
                 known.add(commit.new_turn)
-                again += by_session[commit.session_id]
             else:
-                previous = self._sessions[commit.session_id].state
-                self._sessions[commit.session_id] = Versioned(result, commit.state or previous)
+                continue
+            self._sessions.pop(commit.session_id, None)
+            again += by_session[commit.session_id]
         self._trim_caches()
         return again + postponed
+
+    async def _prepare(self, by_session: dict[str, list[Arrived]]) -> list[Arrived]:
+        """Have every state and plan at hand that the decisions need; what is postponed to the next round."""
+        await self._load_sessions(by_session)
+        postponed = await self._resolve(by_session)
+        # A refusal of the batch before may have dropped states meanwhile; nothing is awaited after this look.
+        while any(session_id not in self._sessions for session_id in by_session):
+            await self._load_sessions(by_session)
+            for session_id in by_session:
+                if session_id in self._sessions:
+                    await self._load_plans(self._sessions[session_id].state)
+        return postponed
 
     async def _load_sessions(self, by_session: dict[str, list[Arrived]]) -> None:
         missing = [session_id for session_id in by_session if session_id not in self._sessions]
         if missing:
             self._sessions.update(await self._store.load(missing))
 
-    async def _resolve(self, by_session: dict[str, list[Arrived]], known: set[str]) -> list[Arrived]:
+    async def _resolve(self, by_session: dict[str, list[Arrived]]) -> list[Arrived]:
         """Give every start its plan, and have the plans at hand that the states name.
 
         The script guards one new turn for each item, so of several starts on one session the later ones are postponed.
@@ -276,18 +307,19 @@ class Partition:
                 if resolved.plan is not None:
                     self._plans[resolved.plan_id] = resolved.plan
                 items[position] = item._replace(message=Start(message.command, resolved.plan_id, resolved.problem))
-            for plan_id in self._sessions[session_id].state.plan_ids:
-                await self._load_plan(plan_id)
+            if session_id in self._sessions:
+                await self._load_plans(self._sessions[session_id].state)
         return postponed
 
-    async def _load_plan(self, plan_id: str) -> None:
-        if plan_id not in self._plans:
-            plan = await self._registry.load_plan(self.keys, plan_id)
-            if plan is not None:
-                self._plans[plan_id] = plan
+    async def _load_plans(self, state: SessionState) -> None:
+        for plan_id in state.plan_ids:
+            if plan_id not in self._plans:
+                plan = await self._registry.load_plan(self.keys, plan_id)
+                if plan is not None:
+                    self._plans[plan_id] = plan
 
     def _decide(self, session_id: str, items: list[Arrived], now_ms: int, known: set[str]) -> SessionCommit:
-        version, state = self._sessions[session_id]
+        version, state, writer = self._sessions[session_id]
         decisions = []
         changed = False
         for item in items:
@@ -300,8 +332,17 @@ class Partition:
             state = decision.state
             decisions.append(decision)
         effects, live, new_turn = fold(decisions)
-        sources = [item.source for item in items]
-        return SessionCommit(session_id, version, state if changed else None, sources, effects, live, new_turn)
+        self._sessions[session_id] = Versioned(version + 1, state, self._store.writer)
+        return SessionCommit(
+            session_id,
+            version,
+            state if changed else None,
+            [item.source for item in items],
+            effects,
+            live,
+            new_turn,
+            writer,
+        )
 
     async def _note_queues(self, commits: list[SessionCommit]) -> None:
         """Remember every task stream before its first task, so that a later owner knows where to look for lost ones."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias, assert_never
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, assert_never
 
 import msgspec
 
@@ -42,10 +42,11 @@ AdmitModelTask: TypeAlias = Callable[[str], bool]
 
 
 class Versioned(NamedTuple):
-    """A session's record and the version it was read at."""
+    """A session's record, the version it was read at, and who wrote that."""
 
     version: int
     state: SessionState
+    writer: str = ""
 
 
 class Source(NamedTuple):
@@ -65,6 +66,7 @@ class SessionCommit(NamedTuple):
     effects: list[Effect]
     live: str | None
     new_turn: str | None
+    expected_writer: str = ""
 
 
 class Retention(NamedTuple):
@@ -90,8 +92,16 @@ class Store:
     """The sessions of one partition."""
 
     def __init__(
-        self, engine: Engine, keys: PartitionKeys, secret: bytes, retention: Retention, wire: WireFormat
+        self,
+        engine: Engine,
+        keys: PartitionKeys,
+        secret: bytes,
+        retention: Retention,
+        wire: WireFormat,
+        writer: str = "",
     ) -> None:
+        """`writer` names this owner of the partition among all others."""
+        self.writer = writer
         self._engine = engine
         self._keys = keys
         self._secret = secret
@@ -101,24 +111,27 @@ class Store:
     async def load(self, session_ids: Iterable[str]) -> dict[str, Versioned]:
         """The records of sessions, in one round trip; a session that is new has version 0."""
         wanted = list(session_ids)
-        calls = [self._engine.call("HMGET", self._keys.session(name), "v", "s") for name in wanted]
+        calls = [self._engine.call("HMGET", self._keys.session(name), "v", "s", "w") for name in wanted]
         replies = await asyncio.gather(*calls)
         return {
-            name: Versioned(int(version or 0), decode_state(state) if state else SessionState())
-            for name, (version, state) in zip(wanted, replies, strict=True)
+            name: Versioned(
+                int(version or 0), decode_state(state) if state else SessionState(), (writer or b"").decode()
+            )
+            for name, (version, state, writer) in zip(wanted, replies, strict=True)
         }
 
-    async def commit(self, commits: Sequence[SessionCommit], now_ms: int, admit: AdmitModelTask) -> list[int]:
-        """One script call for all. Returns for each the new version, `STALE` or `TURN_EXISTS`.
+    def commit(
+        self, commits: Sequence[SessionCommit], now_ms: int, admit: AdmitModelTask
+    ) -> Coroutine[Any, Any, list[int]]:
+        """One script call for all. Gives for each the new version, `STALE` or `TURN_EXISTS`.
 
         Raises `EngineUnavailable` where the outcome is unknown: load again then, the version tells.
         """
         writer = _Writer(self._keys, self._secret, self._retention, self._wire, admit)
         for commit in commits:
             writer.add(commit)
-        arguments = [COORDINATOR_GROUP, now_ms, len(commits), *writer.arguments]
-        reply: list[int] = await COMMIT_TURNS.run(self._engine, writer.keys, arguments)
-        return reply
+        arguments = [COORDINATOR_GROUP, now_ms, len(commits), self.writer, *writer.arguments]
+        return COMMIT_TURNS.run(self._engine, writer.keys, arguments)
 
 
 class _Writer:
@@ -148,6 +161,7 @@ class _Writer:
             0,  # the position of the next item, known at the end
             self._key(self._names.session(commit.session_id)),
             commit.expected_version,
+            commit.expected_writer,
             self._key(self._names.turn(commit.new_turn)) if commit.new_turn else 0,
             "-" if commit.live is None else commit.live,
             b"" if commit.state is None else encode_state(commit.state),
@@ -158,7 +172,7 @@ class _Writer:
         count_at = len(arguments)
         arguments.append(0)
         arguments[count_at] = self._effects(commit)
-        arguments[start] = len(arguments) + 4  # behind the three arguments of the script itself, counted from 1
+        arguments[start] = len(arguments) + 5  # behind the four arguments of the script itself, counted from 1
 
     def _key(self, name: str) -> int:
         number = self._numbers.get(name)

@@ -2,8 +2,8 @@
 -- acknowledgement of the messages that caused them land together, or not at all.
 --
 -- KEYS   1 inbox, 2 results, 3.. whatever the items refer to by number
--- ARGV   group, now_ms, number of items; then for each item:
---          position of the next item, session key number, expected version, guard key number (0: none),
+-- ARGV   group, now_ms, number of items, writer; then for each item:
+--          position of the next item, session key number, expected version, expected writer, guard key number (0: none),
 --          live ('-': unchanged), state ('': unchanged), number of messages, (stream key number, entry id)...,
 --          number of effects, effects...
 --        an effect is a letter and its arguments (key means a number in KEYS):
@@ -17,13 +17,14 @@
 --          R key member                              remove a timer
 --          F key length n (type body)                append to the lifecycle feed
 --          N key field                               count
--- Returns  one number for each item: the new version, -1 where the session has another version (nothing was written),
---          -2 where the guard key exists (nothing was written)
+-- Returns  one number for each item: the new version, -1 where the session has another version, or one of another writer
+--          (nothing was written), -2 where the guard key exists (nothing was written)
 -- Written for speed: the arguments are walked by one index in one chain, and digits are made numbers by adding 0.
 local call, K, A = redis.call, KEYS, ARGV
 local group, now = A[1], A[2]
 local result, acknowledged = {}, {{}, {}}
-local a = 4
+local writer = A[4]
+local a = 5
 
 local function enqueue(backlog, clock, tenant, priority, body)
   -- Start-time fair queueing: a tenant's next task comes one place behind its last one, but never before the place
@@ -37,14 +38,17 @@ end
 -- An item that is refused writes nothing: its end is given, so that the next one is found without reading its effects.
 for i = 1, A[3] + 0 do
   local item_end = A[a] + 0
-  local session, version, guard = K[A[a + 1] + 0], A[a + 2], A[a + 3] + 0
-  local live, state, messages = A[a + 4], A[a + 5], A[a + 6] + 0
-  a = a + 7
-  if (call('HGET', session, 'v') or '0') ~= version then
+  local session, version, guard = K[A[a + 1] + 0], A[a + 2], A[a + 4] + 0
+  local live, state, messages = A[a + 5], A[a + 6], A[a + 7] + 0
+  -- The writer counts too: a decision may be made on one that is still on its way, and if that one is refused, another
+  -- writer may have reached the very version which was expected after it.
+  local current = call('HMGET', session, 'v', 'w')
+  if (current[1] or '0') ~= version or (current[2] or '') ~= A[a + 3] then
     result[i] = -1
   elseif guard > 0 and call('EXISTS', K[guard]) == 1 then
     result[i] = -2
   else
+    a = a + 8
     for _ = 1, messages do
       local ids = acknowledged[A[a] + 0]
       ids[#ids + 1] = A[a + 1]
@@ -52,11 +56,11 @@ for i = 1, A[3] + 0 do
     end
     local new = version + 1
     if state == '' then
-      call('HSET', session, 'v', new)
+      call('HSET', session, 'v', new, 'w', writer)
     elseif live == '-' then
-      call('HSET', session, 'v', new, 's', state)
+      call('HSET', session, 'v', new, 'w', writer, 's', state)
     else
-      call('HSET', session, 'v', new, 's', state, 'live', live, 'offset', 0)
+      call('HSET', session, 'v', new, 'w', writer, 's', state, 'live', live, 'offset', 0)
     end
     local effects = A[a] + 0
     a = a + 1
