@@ -17,7 +17,7 @@ async def add(a: int, b: int) -> int:
 
 def ask(request):
     a, b = request.messages[-1].text.split()
-    return Reply(tool_calls=[Call("add", {"a": int(a), "b": int(b)})])
+    return Reply(tool_calls=[Call("add", {"a": int(a), "b": int(b)})], fragments=1 if DELTAS else 0)
 
 
 def answer(request):

@@ -45,7 +45,17 @@ from turnmill.runtime.effects import (
     SetTimer,
 )
 from turnmill.runtime.state import SessionState
-from turnmill.runtime.store import INBOX, RESULTS, STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store
+from turnmill.runtime.store import (
+    INBOX,
+    RESULTS,
+    STALE,
+    TURN_EXISTS,
+    Retention,
+    SessionCommit,
+    Source,
+    Store,
+    Versioned,
+)
 
 SECRET = b"secret"
 RETENTION = Retention(events_ms=60_000, record_ms=600_000, feed_length=100)
@@ -181,7 +191,7 @@ async def test_all_effects_of_a_commit_land_together(engine: Engine, keys: Any, 
         ),
     )
     assert versions == [1]
-    assert await store.load(["s", "new"]) == {"s": (1, state), "new": (0, SessionState())}
+    assert await store.load(["s", "new"]) == {"s": Versioned(1, state), "new": Versioned(0, SessionState())}
     assert await events_of(engine, keys) == [
         (b"0-1", StepStarted(step_number=1)),
         (b"0-2", StepStarted(step_number=2)),
@@ -299,7 +309,19 @@ async def test_also_a_message_that_is_discarded_is_discarded_under_the_version(
     assert await engine.call("XLEN", keys.results) == 1
     assert await run(store, discard._replace(expected_version=1)) == [2]
     assert await engine.call("XLEN", keys.results) == 0
-    assert (await store.load(["s"]))["s"] == (2, SessionState())
+    assert (await store.load(["s"]))["s"] == Versioned(2, SessionState())
+
+
+async def test_a_version_of_another_writer_is_another_version(engine: Engine, keys: Any, store: Store) -> None:
+    """A decision may be made on one that is still on its way. If that one is refused because another owner committed,
+    the version alone would fit, and the other owner's state would be overwritten."""
+    first, second = commit(opening()), commit(version=1)
+    other = Store(engine, keys, SECRET, RETENTION, "json", "other")
+    assert await run(other, first) == [1]
+    assert await run(store, first, second) == [STALE, STALE]
+    loaded = (await store.load(["s"]))["s"]
+    assert loaded == Versioned(1, EMPTY, "other")
+    assert await run(store, second._replace(expected_writer=loaded.writer)) == [2]
 
 
 async def test_a_commit_whose_answer_was_lost_may_be_sent_again(engine: Engine, keys: Any, store: Store) -> None:
@@ -361,7 +383,7 @@ async def test_a_refused_item_does_not_touch_its_neighbours(engine: Engine, keys
         return commit(message, Count(f"n{number}"), session=f"s{number}", sources=[source], **fields)
 
     results = await run(store, item(0), item(1, version=7), item(2, new_turn=OTHER), item(3))
-    assert results == [1, STALE, TURN_EXISTS, 1]
+    assert results == [1, STALE, TURN_EXISTS, Versioned, 1]
     assert sorted(pairs(await engine.call("HGETALL", keys.stats))) == [b"n0", b"n3"]
     left = [entry_id for entry_id, _ in await engine.call("XRANGE", keys.results, "-", "+")]
     assert left == entries[1:3]

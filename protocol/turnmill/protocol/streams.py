@@ -188,64 +188,77 @@ async def read_entry(engine: Engine, stream: str, entry_id: bytes) -> Delivery:
     return Delivery(stream, entry_id, pairs(found[0][1]) if found else None)
 
 
+class Completion(NamedTuple):
+    """A result on its way: where it goes, the delivery it completes, and who waits for it to be stored."""
+
+    results: str
+    delivery: Delivery
+    kind: str
+    body: bytes
+    stored: asyncio.Future[None]
+
+
 class Completer:
     """Completes tasks: the result enters the results stream and the task leaves its own, in one transaction.
 
-    Completions of one tick of the loop share a transaction for each partition and queue.
+    Completions of one tick of the loop share a transaction.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._waiting: dict[tuple[str, str], list[tuple[bytes, str, bytes, asyncio.Future[None]]]] = {}
+        self._waiting: list[Completion] = []
 
     def complete(self, results: str, delivery: Delivery, kind: str, body: bytes) -> asyncio.Future[None]:
         """The future is done when the result is stored. It fails with `EngineUnavailable` if that is unknown: send the
         result again then, a second copy is harmless."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        completion = Completion(results, delivery, kind, body, loop.create_future())
         if not self._waiting:
             loop.call_soon(self._flush)
-        self._waiting.setdefault((results, delivery.stream), []).append((delivery.entry_id, kind, body, future))
-        return future
+        self._waiting.append(completion)
+        return completion.stored
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        loop = asyncio.get_running_loop()
-        for (results, stream), items in waiting.items():
-            task = loop.create_task(self._send(results, stream, items))
-            _KEPT.add(task)
-            task.add_done_callback(_KEPT.discard)
+        waiting, self._waiting = self._waiting, []
+        task = asyncio.get_running_loop().create_task(self._send(waiting))
+        _KEPT.add(task)
+        task.add_done_callback(_KEPT.discard)
 
-    async def _send(
-        self, results: str, stream: str, items: list[tuple[bytes, str, bytes, asyncio.Future[None]]]
-    ) -> None:
-        call = self._engine.call
+    async def _send(self, completions: list[Completion]) -> None:
         try:
-            call("MULTI")
-            for _, kind, body, _future in items:
-                call("XADD", results, "*", "t", kind, "d", body)
-            ids = [entry_id for entry_id, *_ in items]
+            replies = await self._transact(completions)
+            await self._add_again(completions, replies)
+        except (EngineUnavailable, EngineReplyError) as error:
+            for completion in completions:
+                if not completion.stored.done():
+                    completion.stored.set_exception(EngineUnavailable(f"a result's way is unknown: {error}"))
+                    completion.stored.exception()  # seen: its worker may be gone
+            return
+        for completion in completions:
+            if not completion.stored.done():
+                completion.stored.set_result(None)
+
+    def _transact(self, completions: list[Completion]) -> asyncio.Future[list[Any]]:
+        call = self._engine.call
+        call("MULTI")
+        done: dict[str, list[bytes]] = {}
+        for completion in completions:
+            call("XADD", completion.results, "*", "t", completion.kind, "d", completion.body)
+            done.setdefault(completion.delivery.stream, []).append(completion.delivery.entry_id)
+        for stream, ids in done.items():
             call("XACK", stream, WORKER_GROUP, *ids)
             call("XDEL", stream, *ids)
-            replies = await call("EXEC")
-            await self._add_again(results, items, replies)
-        except (EngineUnavailable, EngineReplyError) as error:
-            for *_, future in items:
-                if not future.done():
-                    future.set_exception(EngineUnavailable(f"a result's way is unknown: {error}"))
-                    future.exception()
-            return
-        for *_, future in items:
-            if not future.done():
-                future.set_result(None)
+        return call("EXEC")
 
-    async def _add_again(self, results: str, items: list[tuple[bytes, str, bytes, Any]], replies: list[Any]) -> None:
+    async def _add_again(self, completions: list[Completion], replies: list[Any]) -> None:
         """MULTI does not roll back: an XADD that failed (memory, a wrong type) is sent alone until it is in."""
-        for (_, kind, body, _future), reply in zip(items, replies, strict=False):
+        for completion, reply in zip(completions, replies, strict=False):
             while isinstance(reply, Exception):
                 await asyncio.sleep(0.2)
                 try:
-                    reply = await self._engine.call("XADD", results, "*", "t", kind, "d", body)
+                    reply = await self._engine.call(
+                        "XADD", completion.results, "*", "t", completion.kind, "d", completion.body
+                    )
                 except EngineReplyError as error:
                     reply = error
 
@@ -274,8 +287,17 @@ def publication_header(types: Sequence[str], bodies: Sequence[bytes]) -> str:
     return " ".join([f"{kind} {len(body)}" for kind, body in zip(types, bodies, strict=True)])
 
 
-def parse_publication(payload: bytes) -> list[tuple[int, bytes, int, bytes]]:
-    """A published message of a channel as (number, type, at_ms, body) for each of its events.
+class ChannelEvent(NamedTuple):
+    """An event as it stands in a channel: its number, type, time in ms of the engine's clock, and body."""
+
+    number: int
+    kind: bytes
+    at_ms: int
+    body: bytes
+
+
+def parse_publication(payload: bytes) -> list[ChannelEvent]:
+    """The events of a published message of a channel.
 
     Its form: a line of the first event's number, the time in ms, and the type and length of each event, all separated
     by spaces; then the bodies, one behind the other.
@@ -287,7 +309,7 @@ def parse_publication(payload: bytes) -> list[tuple[int, bytes, int, bytes]]:
     position = line_end + 1
     for index in range(2, len(words), 2):
         body_end = position + int(words[index + 1])
-        events.append((number, words[index], at_ms, payload[position:body_end]))
+        events.append(ChannelEvent(number, words[index], at_ms, payload[position:body_end]))
         number += 1
         position = body_end
     return events

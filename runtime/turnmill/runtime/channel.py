@@ -9,28 +9,18 @@ from the cursor.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from turnmill.protocol.connection import Engine, SubscriberLink, pairs
 from turnmill.protocol.errors import EngineUnavailable
 from turnmill.protocol.events import TERMINAL_EVENT_TYPES
-from turnmill.protocol.streams import parse_publication
+from turnmill.protocol.streams import ChannelEvent, parse_publication
 
 _BUFFERED_EVENTS_MAX = 1000
 _READ_COUNT = 500
 _SILENCE_SECONDS = 5.0
 _TERMINAL = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
-
-
-class RawEvent(NamedTuple):
-    """An event as it stands in the channel: its number, type, time in ms of the engine's clock, and body."""
-
-    number: int
-    kind: bytes
-    at_ms: int
-    body: bytes
 
 
 class ChannelExpiredError(Exception):
@@ -43,14 +33,14 @@ class _Follower:
     __slots__ = ("buffer", "confirmed", "heard", "overflowed", "silent", "wake")
 
     def __init__(self) -> None:
-        self.buffer: deque[tuple[int, bytes, int, bytes]] = deque()
+        self.buffer: list[ChannelEvent] = []
         self.wake = asyncio.Event()
         self.confirmed = False
         self.overflowed = False
         self.heard = True
         self.silent = False
 
-    def push(self, events: list[tuple[int, bytes, int, bytes]]) -> None:
+    def push(self, events: list[ChannelEvent]) -> None:
         if len(self.buffer) + len(events) > _BUFFERED_EVENTS_MAX:
             # A reader that is slower than its turn reads on from the stream: memory stays bounded, the turn is not slowed.
             self.buffer.clear()
@@ -77,8 +67,8 @@ class Channels:
         self._link: SubscriberLink | None = None
         self._keeper: asyncio.Task[None] | None = None
 
-    async def follow(self, channel: str, after: int = 0, *, existing: bool = True) -> AsyncIterator[RawEvent]:
-        """The events of a channel after a number, until its terminal event.
+    async def follow(self, channel: str, after: int = 0, *, existing: bool = True) -> AsyncIterator[list[ChannelEvent]]:
+        """The events of a channel after a number, until its terminal event, in the pieces in which they come.
 
         Raises `ChannelExpiredError` where the channel is gone or begins behind the cursor. With `existing` false a
         channel that is not there yet is waited for.
@@ -91,18 +81,21 @@ class Channels:
             while True:
                 if not follower.confirmed and self._link is not None and self._link.is_open:
                     await follower.wake.wait()
-                before = cursor
-                async for event in self._replay(channel, cursor, follower):
-                    cursor = event.number
-                    yield event
-                    if event.kind in _TERMINAL:
-                        return
-                if cursor == before and (existing or cursor > 0) and not await self._exists(channel):
+                events = await self._stored(channel, cursor, follower)
+                if not events and (existing or cursor > 0) and not await self._exists(channel):
                     raise ChannelExpiredError(channel)
-                async for event in self._live(follower, cursor):
-                    cursor = event.number
-                    yield event
-                    if event.kind in _TERMINAL:
+                while events:
+                    cursor = events[-1].number
+                    yield events
+                    if events[-1].kind in _TERMINAL:
+                        return
+                    if len(events) < _READ_COUNT:
+                        break
+                    events = await self._stored(channel, cursor, follower)
+                while events := await self._published(follower, cursor):
+                    cursor = events[-1].number
+                    yield events
+                    if events[-1].kind in _TERMINAL:
                         return
         finally:
             self._remove(name, follower)
@@ -116,43 +109,41 @@ class Channels:
             self._link.close()
             await self._link.closed
 
-    async def _replay(self, channel: str, cursor: int, follower: _Follower) -> AsyncIterator[RawEvent]:
-        """What the stream holds after the cursor."""
+    async def _stored(self, channel: str, cursor: int, follower: _Follower) -> list[ChannelEvent]:
+        """What the stream holds after the cursor, up to a page."""
         while True:
             follower.overflowed = False
             try:
                 entries = await self._engine.call("XRANGE", channel, f"0-{cursor + 1}", "+", "COUNT", _READ_COUNT)
+                break
             except EngineUnavailable:
                 await self._engine.ready()
-                continue
-            for entry_id, fields in entries:
-                number = int(entry_id[2:])
-                if number != cursor + 1:
-                    raise ChannelExpiredError(f"events {cursor + 1} to {number - 1} of {channel} were removed")
-                cursor = number
-                values = pairs(fields)
-                yield RawEvent(number, values[b"t"], int(values.get(b"at", 0)), values[b"d"])
-            if len(entries) < _READ_COUNT:
-                return
+        events = []
+        for entry_id, fields in entries:
+            number = int(entry_id[2:])
+            if number != cursor + 1:
+                raise ChannelExpiredError(f"events {cursor + 1} to {number - 1} of {channel} were removed")
+            cursor = number
+            values = pairs(fields)
+            events.append(ChannelEvent(number, values[b"t"], int(values.get(b"at", 0)), values[b"d"]))
+        return events
 
-    async def _live(self, follower: _Follower, cursor: int) -> AsyncIterator[RawEvent]:
-        """What is published, until something is missing."""
+    async def _published(self, follower: _Follower, cursor: int) -> list[ChannelEvent]:
+        """What was published since, without a gap; nothing where the stream must be read."""
         while True:
             follower.wake.clear()
-            while follower.buffer:
-                number, kind, at_ms, body = follower.buffer.popleft()
-                if number <= cursor:
-                    continue
-                if number > cursor + 1:
-                    follower.buffer.clear()
-                    return
-                cursor = number
-                yield RawEvent(number, kind, at_ms, body)
+            events, follower.buffer = follower.buffer, []
+            if events and events[0].number <= cursor:
+                events = [event for event in events if event.number > cursor]
+            if events:
+                # Numbers in one publication follow each other; between two of them one may be missing.
+                contiguous = events[0].number == cursor + 1 and events[-1].number == cursor + len(events)
+                return events if contiguous else []
             if follower.overflowed:
-                return
+                return []
             if follower.silent:
                 follower.silent = False
-                return  # a look at the stream now and then, should a publication have been lost
+                return []  # a look at the stream now and then, should a publication have been lost
             await follower.wake.wait()
 
     async def _exists(self, channel: str) -> bool:

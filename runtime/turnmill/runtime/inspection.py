@@ -13,8 +13,7 @@ from turnmill.protocol.connection import Engine, pairs
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.events import TurnSummary
 from turnmill.protocol.keys import Keys, PartitionKeys
-
-from .channel import RawEvent
+from turnmill.protocol.streams import ChannelEvent
 
 STATES = ("queued", "running", "suspended", "finished", "failed", "aborted")
 ENDED = frozenset({"finished", "failed", "aborted"})
@@ -58,16 +57,16 @@ async def read_record(engine: Engine, keys: Keys, turn_id: str) -> TurnRecord | 
     return _record(turn_id, fields) if fields else None
 
 
-async def read_events(engine: Engine, keys: Keys, turn_id: str) -> list[RawEvent]:
+async def read_events(engine: Engine, keys: Keys, turn_id: str) -> list[ChannelEvent]:
     """The events of a turn's channel up to now; none where it has expired."""
     channel = keys.of_turn(turn_id).events(turn_id)
-    events: list[RawEvent] = []
+    events: list[ChannelEvent] = []
     while True:
         after = events[-1].number if events else 0
         entries = await engine.call("XRANGE", channel, f"0-{after + 1}", "+", "COUNT", 1000)
         for entry_id, fields in entries:
             values = pairs(fields)
-            events.append(RawEvent(int(entry_id[2:]), values[b"t"], int(values.get(b"at", 0)), values[b"d"]))
+            events.append(ChannelEvent(int(entry_id[2:]), values[b"t"], int(values.get(b"at", 0)), values[b"d"]))
         if len(entries) < 1000:
             return events
 

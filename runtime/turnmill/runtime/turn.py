@@ -12,6 +12,7 @@ from turnmill.protocol.connection import pairs
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import TurnAbortedError, TurnFailedError, TurnLostError
 from turnmill.protocol.events import (
+    TERMINAL_EVENT_TYPES,
     Event,
     StepFinished,
     StepReset,
@@ -22,14 +23,16 @@ from turnmill.protocol.events import (
     TurnStarted,
     TurnSummary,
 )
+from turnmill.protocol.streams import ChannelEvent
 
-from .channel import ChannelExpiredError, RawEvent
+from .channel import ChannelExpiredError
 from .definitions import Agent, TurnOptions
 from .results import SeenStep, TurnResult, build_result, step_result, unpack_message
 
 if TYPE_CHECKING:
     from .client import Client
 
+_TERMINAL = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
 _decode_error = msgspec.json.Decoder(ErrorInfo).decode
 
@@ -93,29 +96,17 @@ class Turn:
 
         Any number of iterations, from any process, see the same events. `types` chooses among them.
         """
-        async for _number, event in self.numbered_events(after, types):
-            yield event
+        async for piece in self._pieces(after, types):
+            for _number, event in piece:
+                yield event
 
     async def numbered_events(
         self, after: int = 0, types: Collection[str] | None = None
     ) -> AsyncIterator[tuple[int, Event]]:
         """`events` with each event's number: the cursor to resume from."""
-        seen = SeenStep(complete=after == 0 and types is None)
-        async for raw in self._raw_events(after):
-            if (
-                types is not None
-                and raw.kind.decode() not in types
-                and raw.kind not in (b"turn.finished", b"turn.failed")
-            ):
-                continue
-            event = event_from_wire(raw.kind, raw.body)
-            if isinstance(event, Unreadable):
-                continue  # of a newer version: what this reader does not know, it does not show
-            self._note(event)
-            seen.add(event)
-            if isinstance(event, StepFinished):
-                event = seen.filled(event) or await self._with_step(event)
-            yield raw.number, event
+        async for piece in self._pieces(after, types):
+            for numbered in piece:
+                yield numbered
 
     async def text_stream(self) -> AsyncIterator[str]:
         """Only the text, as it comes.
@@ -144,8 +135,9 @@ class Turn:
 
     async def result(self) -> TurnResult:
         """Wait for the end. Raises `TurnFailedError` or `TurnAbortedError` with what the turn had by then."""
-        async for raw in self._raw_events(0, skip=not self._is_new):
-            if raw.kind == b"turn.finished" or raw.kind == b"turn.failed":
+        async for piece in self._raw_events(0, skip=not self._is_new):
+            raw = piece[-1]
+            if raw.kind in _TERMINAL:
                 event = event_from_wire(raw.kind, raw.body)
                 assert isinstance(event, TurnFinished | TurnFailed)
                 self._note(event)
@@ -158,7 +150,27 @@ class Turn:
 
     # ---- from the engine
 
-    async def _raw_events(self, after: int, *, skip: bool = False) -> AsyncIterator[RawEvent]:
+    async def _pieces(self, after: int, types: Collection[str] | None) -> AsyncIterator[list[tuple[int, Event]]]:
+        """The events in the pieces in which they come: each costs one turn of the loop, however many there are."""
+        chosen = None if types is None else {*(kind.encode() for kind in types), *_TERMINAL}
+        seen = SeenStep(complete=after == 0 and types is None)
+        async for piece in self._raw_events(after):
+            decoded: list[tuple[int, Event]] = []
+            for raw in piece:
+                if chosen is not None and raw.kind not in chosen:
+                    continue
+                event = event_from_wire(raw.kind, raw.body)
+                if isinstance(event, Unreadable):
+                    continue  # of a newer version: what this reader does not know, it does not show
+                self._note(event)
+                seen.add(event)
+                if isinstance(event, StepFinished):
+                    event = seen.filled(event) or await self._with_step(event)
+                decoded.append((raw.number, event))
+            if decoded:
+                yield decoded
+
+    async def _raw_events(self, after: int, *, skip: bool = False) -> AsyncIterator[list[ChannelEvent]]:
         """The channel's events; nothing where `skip` is set and the record tells the end already."""
         if skip and await self._ended():
             return
@@ -166,14 +178,14 @@ class Turn:
         if existing and not await self._client.engine.call("EXISTS", self._keys.events(self.id)):
             record = await self._record()
             if record.get(b"status") in (b"finished", b"failed", b"aborted"):
-                yield await self._gap(record)
+                yield [await self._gap(record)]
                 return
             existing = False
         try:
-            async for raw in self._client.channels.follow(self._keys.events(self.id), after, existing=existing):
-                yield raw
+            async for piece in self._client.channels.follow(self._keys.events(self.id), after, existing=existing):
+                yield piece
         except ChannelExpiredError:
-            yield await self._gap(await self._record())
+            yield [await self._gap(await self._record())]
 
     async def _ended(self) -> bool:
         record = await self._record()
@@ -199,18 +211,18 @@ class Turn:
             self.agent = record[b"agent"].decode()
         return record
 
-    async def _gap(self, record: dict[bytes, bytes]) -> RawEvent:
+    async def _gap(self, record: dict[bytes, bytes]) -> ChannelEvent:
         """The channel has expired: what is left is the end."""
         number = 2**53 - 1
         if b"result" in record:
             summary = _decode_summary(record[b"result"])
             if summary.status == "finished":
-                return RawEvent(number, b"turn.finished", 0, msgspec.json.encode(TurnFinished(result=summary)))
-            return RawEvent(number, b"turn.failed", 0, msgspec.json.encode(_failed(summary)))
+                return ChannelEvent(number, b"turn.finished", 0, msgspec.json.encode(TurnFinished(result=summary)))
+            return ChannelEvent(number, b"turn.failed", 0, msgspec.json.encode(_failed(summary)))
         if b"error" in record:
             error = _decode_error(record[b"error"])
             failed = TurnFailed(error=error.message, error_type=error.kind)
-            return RawEvent(number, b"turn.failed", 0, msgspec.json.encode(failed))
+            return ChannelEvent(number, b"turn.failed", 0, msgspec.json.encode(failed))
         raise TurnLostError(
             f"the channel of turn {self.id} is gone and its record says {record.get(b'status', b'?').decode()!r}: "
             "the engine lost data",

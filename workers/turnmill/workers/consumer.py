@@ -32,7 +32,7 @@ from turnmill.protocol.streams import Completer, Delivery, GroupReader, create_g
 from .liveness import Liveness
 
 _log = get_logger(__name__)
-_READ_COUNT_MAX = 64
+_READ_COUNT_MAX = 32
 _HAND_BACK_IDLE_MS = 3_600_000
 _LIVENESS_POLL_SECONDS = 0.01
 

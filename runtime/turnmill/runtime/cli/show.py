@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from turnmill.protocol.content import Message
     from turnmill.protocol.events import Event
     from turnmill.protocol.settings import Settings
+    from turnmill.protocol.streams import ChannelEvent
 
-    from ..channel import RawEvent
     from ..client import Client
     from ..inspection import TurnRecord
 
@@ -63,7 +63,7 @@ async def _show(settings: Settings, turn_id: str, part: str, as_json: bool) -> i
     return Exit.OK
 
 
-async def _kept_events(client: Client, record: TurnRecord) -> list[RawEvent]:
+async def _kept_events(client: Client, record: TurnRecord) -> list[ChannelEvent]:
     from ..inspection import read_events
 
     kept = await read_events(client.engine, client.keys, record.turn_id)
@@ -115,7 +115,7 @@ def _summary(record: TurnRecord, messages: list[Message]) -> Iterator[str]:
         yield clean(answers[-1])
 
 
-def _event_lines(kept: list[RawEvent], as_json: bool) -> Iterator[str]:
+def _event_lines(kept: list[ChannelEvent], as_json: bool) -> Iterator[str]:
     import msgspec
 
     from turnmill.protocol.codec import event_to_dict
@@ -130,7 +130,7 @@ def _event_lines(kept: list[RawEvent], as_json: bool) -> Iterator[str]:
             yield f"{raw.number:5} {(raw.at_ms - begin) / 1000:9.3f} s  {event.type:24} {_brief(fields)}"
 
 
-def _decoded(kept: list[RawEvent]) -> Iterator[tuple[RawEvent, Event]]:
+def _decoded(kept: list[ChannelEvent]) -> Iterator[tuple[ChannelEvent, Event]]:
     from turnmill.protocol.codec import Unreadable, event_from_wire
 
     for raw in kept:
@@ -163,7 +163,7 @@ def _message_lines(messages: list[Message], as_json: bool) -> Iterator[str]:
             yield clean(f"{message.role}: {mark} {result.tool_name}: {shortened(result_text(result), 400)}")
 
 
-def _timeline(record: TurnRecord, kept: list[RawEvent], as_json: bool) -> Iterator[str]:
+def _timeline(record: TurnRecord, kept: list[ChannelEvent], as_json: bool) -> Iterator[str]:
     import msgspec
     from rich.console import Console
 

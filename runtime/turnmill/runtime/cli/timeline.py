@@ -8,14 +8,14 @@ from typing import TypeAlias
 import msgspec
 
 from turnmill.protocol import events as e
+from turnmill.protocol.streams import ChannelEvent
 
-from ..channel import RawEvent
 from .rendering import call_text, clean, seconds_text, shortened
 
 _NAME_WIDTH_MAX = 32
 _BAR_WIDTH_MIN = 20
 
-Timed: TypeAlias = tuple[RawEvent, e.Event]
+Timed: TypeAlias = tuple[ChannelEvent, e.Event]
 
 
 class Span(msgspec.Struct, kw_only=True):

@@ -63,7 +63,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the model answers to one request: reasoning, then text, then tool calls.
 
     `chunks` are the pieces the text comes in: the pieces themselves, or into how many `text` is split. `fragments` splits
-    each call's arguments, the calls' fragments interleaved. Delays are before the first event and between events. `error`
+    each call's arguments, the calls' fragments interleaved; 0 gives calls whole, without live events. Delays are before the first event and between events. `error`
     comes first, or after `error_after_chunks` events; `cut` ends the stream without a finish. `attempts` are replies for
     the first, second, ... attempt at the request, the last one for all further ones.
     """
@@ -85,8 +85,8 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.text and isinstance(self.chunks, list):
             raise ValueError("a reply has either `text` or a list of `chunks`")
-        if self.fragments < 1 or (isinstance(self.chunks, int) and self.chunks < 1):
-            raise ValueError("`fragments` and `chunks` are at least 1")
+        if self.fragments < 0 or (isinstance(self.chunks, int) and self.chunks < 1):
+            raise ValueError("`chunks` is at least 1, `fragments` at least 0")
         if self.attempts and msgspec.structs.replace(self, attempts=[]) != Reply():
             raise ValueError("a reply with `attempts` has nothing else: write it into the attempts")
 
@@ -297,7 +297,8 @@ def _render(reply: Reply, request: ProviderRequest) -> tuple[Message, list[Live]
         parts.append(TextPart("".join(chunks)))
     calls = [_call(call, index, request) for index, call in enumerate(reply.tool_calls)]
     parts.extend(ToolCallPart(call) for call, _ in calls)
-    events.extend(_call_events(calls, reply.fragments, step_number))
+    if reply.fragments:
+        events.extend(_call_events(calls, reply.fragments, step_number))
     return Message(role="assistant", content=parts), events
 
 
