@@ -115,6 +115,13 @@ async def test_reasoning_with_provider_state_is_kept_as_it_is() -> None:
     assert events[-1].message.reasoning == parts
 
 
+async def test_calls_can_come_whole() -> None:
+    """As from a provider that does not stream them: the message has them, no live event told of them."""
+    (completed,) = await play([Reply(tool_calls=[Call("add", {"a": 1})], fragments=0)])
+    assert isinstance(completed, Completed)
+    assert [call.name for call in completed.message.tool_calls] == ["add"]
+
+
 async def test_calls_can_come_in_interleaved_fragments() -> None:
     calls = [Call("weather", {"city": "Oslo"}), Call("weather", {"city": "Bergen"}), Call("time")]
     events = await play([Reply(tool_calls=calls, fragments=3)])
@@ -410,7 +417,7 @@ def test_scripts_are_loaded_from_json(tmp_path: Path) -> None:
         ('{"a": {"replies": []}}', "script 'a' needs a list of at least one reply"),
         ('{"a b": {"replies": [{}]}}', "'a b' is no name"),
         ('{"a": {"replies": [{"txt": "x"}]}}', r"unknown field `txt` - at `\$\[\.\.\.\]\.replies\[0\]`"),
-        ('{"a": {"replies": [{"fragments": 0}]}}', "at least 1"),
+        ('{"a": {"replies": [{"fragments": -1}]}}', "at least 0"),
         ('{"a": {"replies": [{"text": "x", "chunks": ["x"]}]}}', "either `text` or a list"),
         ('{"a": {"replies": [{"text": "x", "attempts": [{}]}]}}', "nothing else"),
     ],
