@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import secrets
 import statistics
 import time
 from pathlib import Path
@@ -20,11 +21,15 @@ from turnmill.runtime import connect
 from turnmill.runtime.roles import run_async
 
 
+RUN = secrets.token_hex(3)
+"""Sessions of this run: with those of an earlier one its conversations would be longer."""
+
+
 async def one_turn(client, number: int) -> float:
     """Run one turn and check its answer; the time to the first text."""
     text = ""
     first = 0.0
-    turn = await client.turn(agent, f"{number} {number % 97}", session=f"s{number % 5000}")
+    turn = await client.turn(agent, f"{number} {number % 97}", session=f"{RUN}-{number % 5000}")
     async for event in turn.events():
         if isinstance(event, TextDelta):
             first = first or time.perf_counter()
