@@ -20,7 +20,6 @@ from turnmill.protocol.events import TextDelta, TurnFinished
 from turnmill.runtime import connect
 from turnmill.runtime.roles import run_async
 
-
 RUN = secrets.token_hex(3)
 """Sessions of this run: with those of an earlier one its conversations would be longer."""
 
