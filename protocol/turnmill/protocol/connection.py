@@ -99,6 +99,7 @@ class Link(asyncio.Protocol):
             return
         if isinstance(reply, Exception):
             future.set_exception(reply)
+            future.exception()  # seen: the first commands of a transaction are not awaited, its EXEC is
         else:
             future.set_result(reply)
 
@@ -184,9 +185,12 @@ class Engine:
         if self._shared is not None and not self._shared.is_open:
             self._lost()
         await self._connected.wait()
+        if self._closing:
+            raise EngineUnavailable(f"this connection to the engine at {self.address} was closed")
 
     async def close(self) -> None:
         self._closing = True
+        self._connected.set()  # whoever waits for it is told
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
@@ -222,7 +226,7 @@ class Engine:
     def _adopt(self, link: Link) -> None:
         self._shared = link
         self._connected.set()
-        link.closed.add_done_callback(lambda _: self._lost())
+        link.closed.add_done_callback(lambda _: self._lost() if link is self._shared else None)
 
     def _lost(self) -> None:
         self._connected.clear()

@@ -62,6 +62,11 @@ def tool_queue(queue: str) -> str:
     return f"tool:{queue}"
 
 
+def is_task_queue(name: str) -> bool:
+    """Whether a stream of this name holds tasks."""
+    return name.startswith(("model:", "tool:"))
+
+
 def pool_of_queue(name: str) -> str | None:
     """The pool whose task stream has this name; None where it is a tool queue's."""
     return name.removeprefix("model:") if name.startswith("model:") else None

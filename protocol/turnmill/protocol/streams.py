@@ -279,7 +279,9 @@ async def dead_letter(
     )  # fmt: skip
     engine.call("XACK", delivery.stream, group, delivery.entry_id)
     engine.call("XDEL", delivery.stream, delivery.entry_id)
-    await engine.call("EXEC")
+    replies = await engine.call("EXEC")
+    if isinstance(replies[0], Exception):
+        raise replies[0]  # MULTI does not roll back: the caller tries again, and only the letter is missing then
 
 
 def publication_header(types: Sequence[str], bodies: Sequence[bytes]) -> str:

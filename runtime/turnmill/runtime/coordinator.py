@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import EngineError
+from turnmill.protocol.errors import EngineError, EngineReplyError
 from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, Keys
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import ServerClock, evicting_policy, read_secret
@@ -148,8 +148,11 @@ class Coordinator:
 
     async def _reclaim(self) -> None:
         for number in self._leases.readable(0.0):
-            await self._reclaimer.look(self._partitions[number])
-            await self._partitions[number].look_at_window()
+            try:
+                await self._reclaimer.look(self._partitions[number])
+                await self._partitions[number].look_at_window()
+            except EngineReplyError as error:  # one partition's trouble is not the others'
+                _log.warning("partition not looked after", partition=number, error=str(error))
 
     async def _trim(self) -> None:
         older_than_ms = self._clock.now_ms() - self._settings.record_ttl * 1000

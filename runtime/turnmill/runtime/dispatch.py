@@ -21,12 +21,14 @@ class DispatchWindow:
         self._window = window
         self._in_stream: dict[str, int] = {}
         self._backlogged: set[str] = set()
+        self._put_back: dict[str, int] = {}
 
     def admit(self, pool: str) -> bool:
         """Whether the next task of a pool goes into its stream. Nothing overtakes what waits already."""
         count = self._in_stream.get(pool, 0)
         if pool in self._backlogged or count >= self._window:
             self._backlogged.add(pool)
+            self._put_back[pool] = self._put_back.get(pool, 0) + 1
             return False
         self._in_stream[pool] = count + 1
         return True
@@ -54,7 +56,8 @@ class DispatchWindow:
 
     async def _refill(self, pool: str) -> None:
         names = [self._keys.backlog(pool), self._keys.backlog_clock(pool), self._keys.model(pool)]
+        put_back = self._put_back.get(pool, 0)
         moved, waiting = await DISPATCH_BACKLOG.run(self._engine, names, [self._window])
         self._in_stream[pool] = self._in_stream.get(pool, 0) + moved
-        if waiting == 0:
+        if waiting == 0 and self._put_back.get(pool, 0) == put_back:  # nothing joined since the look
             self._backlogged.discard(pool)

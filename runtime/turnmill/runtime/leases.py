@@ -12,7 +12,6 @@ import math
 from collections.abc import Awaitable, Callable
 
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import EngineError
 from turnmill.protocol.keys import Keys
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import ServerClock
@@ -112,8 +111,8 @@ class PartitionLeases:
     async def _take(self, number: int) -> None:
         try:
             await self._take_over(number)
-        except EngineError as error:
-            _log.warning("partition not taken over", partition=number, error=str(error))
+        except Exception as error:  # whatever it is: a lease without a reader would hold the partition for ever
+            _log.warning("partition not taken over", partition=number, error=repr(error))
             self._drop(number)
             return
         finally:

@@ -24,13 +24,13 @@ from .turn import Turn
 class LocalClient(Client):
     """A client that brings its own runtime: tools of the agents it is given are served here."""
 
-    def start(self, app: App | None) -> None:
+    async def start(self, app: App | None) -> None:
         self._running: list[tuple[Role, asyncio.Task[None]]] = []
-        self._tool_queues: dict[str, dict[str, Tool[..., Any]]] = {}
+        self._tool_workers: dict[str, ToolWorker] = {}
         self._llm = build_llm_worker(self.engine, self.keys, self.settings, app, [], None)
         self._run(self._llm)
         if app is not None:
-            self._serve_tools(app.tools.values())
+            await self._serve_tools(app.tools.values())
 
     async def start_coordinator(self) -> None:
         self._run(await Coordinator.create(self.engine, self.keys, self.settings))
@@ -44,7 +44,7 @@ class LocalClient(Client):
         options: TurnOptions | None = None,
     ) -> Turn:
         given = [*(agent.tools if isinstance(agent, Agent) else []), *((options.tools if options else None) or [])]
-        self._serve_tools(item for item in given if isinstance(item, Tool))
+        await self._serve_tools(item for item in given if isinstance(item, Tool))
         self._raise_failures()
         return await super().turn(agent, message, session=session, options=options)
 
@@ -53,15 +53,18 @@ class LocalClient(Client):
             role.stop()
         await asyncio.gather(*[task for _, task in self._running], return_exceptions=True)
 
-    def _serve_tools(self, tools: Iterable[Tool[..., Any]]) -> None:
+    async def _serve_tools(self, tools: Iterable[Tool[..., Any]]) -> None:
         """One tool worker per queue, made when its first tool comes; more tools join it."""
         for tool in tools:
-            served = self._tool_queues.get(tool.spec.queue)
-            if served is not None:
-                served[tool.spec.name] = tool
+            serving = self._tool_workers.get(tool.spec.queue)
+            if serving is not None:
+                if serving.tools.get(tool.spec.name) is not tool:
+                    serving.add(tool)
+                    await serving.register()
                 continue
             worker = ToolWorker(self.engine, self.keys, self.settings, {tool.spec.name: tool}, queues=[tool.spec.queue])
-            self._tool_queues[tool.spec.queue] = worker.tools
+            self._tool_workers[tool.spec.queue] = worker
+            await worker.register()
             self._run(worker)
 
     def _run(self, role: Role) -> None:
@@ -83,8 +86,8 @@ async def local_runtime(settings: Settings, app: Any = None) -> AsyncIterator[Lo
         url = await asyncio.to_thread(embedded_url, settings)
     async with open_client(url, settings) as opened:
         client = LocalClient(opened.engine, opened.keys, settings)
-        client.start(loaded)
         try:
+            await client.start(loaded)
             await client.start_coordinator()
             if loaded is not None:
                 await publish_app(client.engine, client.keys, loaded)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from turnmill.protocol.codec import MESSAGE_CODEC, Unreadable
 from turnmill.protocol.connection import Engine
@@ -18,6 +18,7 @@ from turnmill.protocol.keys import (
     COORDINATOR_GROUP,
     Keys,
     PartitionKeys,
+    is_task_queue,
     model_queue,
     partition_of_session,
     partition_of_turn,
@@ -46,6 +47,10 @@ _CACHED_PLANS_MAX = 2_000
 def new_writer() -> str:
     """A name for one ownership of a partition, in the versions that it writes."""
     return secrets.token_hex(4)
+
+
+Removal: TypeAlias = Callable[[], Awaitable[None]]
+"""Gets rid of an entry that is not decided on; may be repeated."""
 
 
 class Arrived(NamedTuple):
@@ -77,6 +82,8 @@ class Partition:
         self._plans: dict[str, Plan] = {}
         self._queues: set[str] = set()
         self._deciding = asyncio.Lock()
+        self._batches = 0
+        self._held_back: dict[str, set[int]] = {}
         self._last: asyncio.Future[None] | None = None
         self.in_flight: set[tuple[str, bytes]] = set()
         self.counters: dict[str, int] = {}
@@ -115,24 +122,28 @@ class Partition:
         self.in_flight.update((delivery.stream, delivery.entry_id) for delivery in deliveries)
         previous, done = self._last, asyncio.get_running_loop().create_future()
         self._last = done
+        self._batches += 1
+        batch = self._batches
         try:
-            await self._handle(deliveries, previous)
+            await self._handle(deliveries, previous, batch)
             if self.window.has_backlog:
                 await self._retrying(self.window.refill)
         finally:
+            self._hold_back(batch, set())
             self.in_flight.difference_update((delivery.stream, delivery.entry_id) for delivery in deliveries)
             done.set_result(None)
 
-    async def _handle(self, deliveries: Sequence[Delivery], previous: asyncio.Future[None] | None) -> None:
+    async def _handle(self, deliveries: Sequence[Delivery], previous: asyncio.Future[None] | None, batch: int) -> None:
         """The first round may be decided while the batch before is being committed; whatever must be decided again
         waits for that one, so that the order of arrival holds."""
-        admitted = [(item, delivery) for delivery in deliveries if (item := await self._admit(delivery)) is not None]
-        arrived = [item for item, _ in admitted]
-        by_source = {item.source: delivery for item, delivery in admitted}
+        admitted = [(self._admit(delivery), delivery) for delivery in deliveries]
+        arrived = [item for item, _ in admitted if isinstance(item, Arrived)]
+        by_source = {item.source: delivery for item, delivery in admitted if isinstance(item, Arrived)}
+        turned_away = [item for item, _ in admitted if not isinstance(item, Arrived)]
         known: set[str] = set()
         while arrived:
             try:
-                arrived = await self._commit(arrived, known)
+                arrived = await self._commit(arrived, known, batch)
             except EngineUnavailable:
                 self.forget()
                 await self._engine.ready()
@@ -143,49 +154,70 @@ class Partition:
                     _log.warning("commit refused by the engine", partition=self.number, error=str(error))
                     await asyncio.sleep(0.2)
                 else:
-                    arrived = await self._isolate(arrived, by_source, str(error))
+                    arrived = await self._isolate(arrived, by_source, str(error), previous, batch)
             except Exception as error:
                 # A record that cannot be read, or a fault of ours: it must not stop the partition either.
                 self.forget()
                 _log.exception("decision failed", partition=self.number)
-                arrived = await self._isolate(arrived, by_source, f"{type(error).__name__}: {error}")
+                arrived = await self._isolate(arrived, by_source, f"{type(error).__name__}: {error}", previous, batch)
             if arrived and previous is not None:
                 await asyncio.wait({previous})
                 previous = None
+        for removal in turned_away:
+            await self._retrying(removal)
 
-    async def _isolate(self, arrived: list[Arrived], by_source: dict[Source, Delivery], reason: str) -> list[Arrived]:
+    def _hold_back(self, batch: int, sessions: set[str]) -> None:
+        """Say which sessions a batch has yet to decide on: later batches leave them alone until it has."""
+        for session_id, batches in list(self._held_back.items()):
+            if session_id not in sessions:
+                batches.discard(batch)
+                if not batches:
+                    del self._held_back[session_id]
+        for session_id in sessions:
+            self._held_back.setdefault(session_id, set()).add(batch)
+
+    def _comes_later(self, session_id: str, batch: int) -> bool:
+        batches = self._held_back.get(session_id)
+        return batches is not None and min(batches) < batch
+
+    async def _isolate(
+        self,
+        arrived: list[Arrived],
+        by_source: dict[Source, Delivery],
+        reason: str,
+        previous: asyncio.Future[None] | None,
+        batch: int,
+    ) -> list[Arrived]:
         """One session's broken data must not stop its partition: find the session, and bury its messages."""
         sessions = {item.session_id for item in arrived}
         if len(sessions) == 1:
             for item in arrived:
-                await self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}")
+                await self._retrying(self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}"))
             return []
         for session_id in sessions:
-            await self._handle([by_source[item.source] for item in arrived if item.session_id == session_id], None)
+            mine = [by_source[item.source] for item in arrived if item.session_id == session_id]
+            await self._handle(mine, previous, batch)
         return []
 
     # ---- the door: what may come in at all
 
-    async def _admit(self, delivery: Delivery) -> Arrived | None:
+    def _admit(self, delivery: Delivery) -> Arrived | Removal:
+        """A readable message that may be decided on, or how to get rid of the entry."""
         source = Source(INBOX if delivery.stream == self.keys.inbox else RESULTS, delivery.entry_id)
         if delivery.fields is None:
-            await self._drop(delivery, "deleted_while_pending")
-            return None
+            return self._drop(delivery, "deleted_while_pending")
         message: Any = MESSAGE_CODEC.decode_fields(delivery.fields)
         reason = self._objection(message, source)
         if reason is not None:
-            await self._bury(delivery, reason)
-            return None
+            return self._bury(delivery, reason)
         if isinstance(message, UnreadableTask):
-            await self._bury_task(delivery, message)
-            return None
+            return self._bury_task(delivery, message)
         if isinstance(message, StartTurn):
             return Arrived(source, Start(message, ""), message.session_id)
         if isinstance(message, TimerFired):
             return Arrived(source, message, message.session_id)
         if message.token != make_token(self._secret, message.turn_id, message.call, message.attempt):
-            await self._drop(delivery, "bad_token")
-            return None
+            return self._drop(delivery, "bad_token")
         if isinstance(message, ModelReply) or (isinstance(message, DeliveryLost) and "." not in message.call):
             self._left_stream(message.session_id)
         return Arrived(source, message, message.session_id)
@@ -204,14 +236,15 @@ class Partition:
             return f"{message.turn_id!r} is not the id of a turn of partition {self.number}"
         return None
 
-    async def _bury(self, delivery: Delivery, reason: str) -> None:
+    def _bury(self, delivery: Delivery, reason: str) -> Removal:
         _log.warning("message moved to the dead letters", stream=delivery.stream, reason=reason)
         self._count("dead_letters")
-        await self._retrying(
-            lambda: dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, delivery, reason=reason)
-        )
+        return lambda: dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, delivery, reason=reason)
 
-    async def _bury_task(self, delivery: Delivery, report: UnreadableTask) -> None:
+    def _bury_task(self, delivery: Delivery, report: UnreadableTask) -> Removal:
+        queue = report.stream.removeprefix(self.keys.base)
+        if queue == report.stream or not is_task_queue(queue):
+            return self._bury(delivery, f"{report.stream!r} is no task stream of partition {self.number}")
         original = Delivery(
             report.stream, report.entry_id.encode(), {b"t": report.entry_type.encode(), b"d": report.entry_body}
         )
@@ -222,9 +255,9 @@ class Partition:
             await dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, original, reason=report.reason)
             await self._acknowledge(delivery)
 
-        await self._retrying(move)
+        return move
 
-    async def _drop(self, delivery: Delivery, counter: str) -> None:
+    def _drop(self, delivery: Delivery, counter: str) -> Removal:
         """Acknowledge what is not worth a decision, and count it."""
         self._count(counter)
 
@@ -232,7 +265,7 @@ class Partition:
             await self._engine.call("HINCRBY", self.keys.stats, counter, 1)
             await self._acknowledge(delivery)
 
-        await self._retrying(drop)
+        return drop
 
     async def _acknowledge(self, delivery: Delivery) -> None:
         self._engine.call("XACK", delivery.stream, COORDINATOR_GROUP, delivery.entry_id)
@@ -240,17 +273,23 @@ class Partition:
 
     # ---- decide and commit
 
-    async def _commit(self, arrived: list[Arrived], known: set[str]) -> list[Arrived]:
+    async def _commit(self, arrived: list[Arrived], known: set[str], batch: int) -> list[Arrived]:
         """One round: load, decide, commit. Returns what must be decided again.
 
         The states are cached as if the commit had landed, for the batch behind. If it is refused they are dropped, and
         what was decided on them meanwhile is refused as well: it expects a version that nobody wrote.
         """
-        by_session: dict[str, list[Arrived]] = {}
-        for item in arrived:
-            by_session.setdefault(item.session_id, []).append(item)
         async with self._deciding:
-            postponed = await self._prepare(by_session)
+            self._trim_caches()
+            by_session: dict[str, list[Arrived]] = {}
+            waiting = []
+            for item in arrived:
+                if self._comes_later(item.session_id, batch):
+                    waiting.append(item)
+                else:
+                    by_session.setdefault(item.session_id, []).append(item)
+            postponed = await self._prepare(by_session) + waiting
+            self._hold_back(batch, {item.session_id for item in postponed})
             now_ms = self._clock.now_ms()
             commits = [self._decide(session_id, items, now_ms, known) for session_id, items in by_session.items()]
             await self._note_queues(commits)
@@ -266,8 +305,9 @@ class Partition:
                 continue
             self._sessions.pop(commit.session_id, None)
             again += by_session[commit.session_id]
-        self._trim_caches()
-        return again + postponed
+        again += postponed
+        self._hold_back(batch, {item.session_id for item in again})
+        return again
 
     async def _prepare(self, by_session: dict[str, list[Arrived]]) -> list[Arrived]:
         """Have every state and plan at hand that the decisions need; what is postponed to the next round."""
@@ -379,9 +419,8 @@ class Partition:
         while len(self._plans) > _CACHED_PLANS_MAX:
             del self._plans[next(iter(self._plans))]
 
-    async def _retrying(self, action: object) -> None:
+    async def _retrying(self, action: Removal) -> None:
         """Do something idempotent until the engine has answered."""
-        assert callable(action)
         while True:
             try:
                 await action()

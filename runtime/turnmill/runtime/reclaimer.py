@@ -16,16 +16,23 @@ from turnmill.protocol.codec import TASK_CODEC, encode_body
 from turnmill.protocol.connection import Engine, pairs
 from turnmill.protocol.errors import EngineReplyError
 from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, pool_of_queue
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import CallWaiting, ToolTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.streams import TAKE_LOST_DELIVERY, Delivery, create_groups, is_group_missing, pending_ids
 
 from .partition import Partition
 
+_log = get_logger(__name__)
 _TAKE_MAX = 200
 _CLAIM_MAX = 500
 _UNDELIVERED_MAX = 1000
 WAITING_AFTER_MS = 2000
+
+
+def _in_order(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition(b"-")
+    return int(milliseconds), int(sequence)
 
 
 class Reclaimer:
@@ -49,9 +56,10 @@ class Reclaimer:
                 if pool_of_queue(stream.removeprefix(partition.keys.base)) is None:
                     await self._find_waiting(partition, stream)
             except EngineReplyError as error:
-                if not is_group_missing(error):
-                    raise
-                await create_groups(self._engine, [stream], WORKER_GROUP)
+                if is_group_missing(error):
+                    await create_groups(self._engine, [stream], WORKER_GROUP)
+                else:
+                    _log.warning("stream not looked after", stream=stream, error=str(error))
 
     async def adopt(self, partition: Partition) -> None:
         """Handle what other consumers of the coordinator group left. Never our own: that is in flight."""
@@ -82,8 +90,8 @@ class Reclaimer:
             held = {entry_id for name, entry_id in partition.in_flight if name == stream}
             pending = await pending_ids(self._engine, stream, COORDINATOR_GROUP, self._consumer, len(held))
             unknown = (pending or set()) - {entry_id for name, entry_id in partition.in_flight if name == stream}
-            again = unknown & self._suspects.get(stream, set())
-            self._suspects[stream] = unknown - again
+            again = sorted(unknown & self._suspects.get(stream, set()), key=_in_order)
+            self._suspects[stream] = unknown - set(again)
             if again:
                 entries = await asyncio.gather(
                     *[self._engine.call("XRANGE", stream, entry_id, entry_id) for entry_id in again]
@@ -116,7 +124,9 @@ class Reclaimer:
 
     async def _find_waiting(self, partition: Partition, stream: str) -> None:
         groups = await self._engine.call("XINFO", "GROUPS", stream)
-        delivered = next((pairs(g)[b"last-delivered-id"] for g in groups if pairs(g)[b"name"] == b"workers"), b"0-0")
+        delivered = next(
+            (pairs(g)[b"last-delivered-id"] for g in groups if pairs(g)[b"name"] == WORKER_GROUP.encode()), b"0-0"
+        )
         entries = await self._engine.call("XRANGE", stream, b"(" + delivered, "+", "COUNT", _UNDELIVERED_MAX)
         now_ms = self._clock.now_ms()
         for entry_id, fields in entries:

@@ -370,7 +370,9 @@ def fail_turn(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
     """End the turn with an error. Calls without a result get one, so that the session stays usable."""
     for call in turn.calls:
         if call.status is not CallStatus.DONE:
-            pairing.settle(call, pairing.outcome_unknown(call.tool_call))
+            never_ran = call.status is CallStatus.QUEUED
+            filler = pairing.not_executed(call.tool_call, "the turn failed") if never_ran else None
+            pairing.settle(call, filler or pairing.outcome_unknown(call.tool_call))
     for message in pairing.closing_messages(turn.calls, turn.turn_id, turn.step):
         draft.append(message)
     turn.calls = []

@@ -182,8 +182,16 @@ class Turn:
                 return
             existing = False
         try:
+            looks = 0
             async for piece in self._client.channels.follow(self._keys.events(self.id), after, existing=existing):
-                yield piece
+                if piece:
+                    yield piece
+                    continue
+                # The first look is before anything could have happened; the channel may have come and gone by a later one.
+                looks += 1
+                if looks > 1 and await self._ended():
+                    yield [await self._gap(await self._record())]
+                    return
         except ChannelExpiredError:
             yield [await self._gap(await self._record())]
 

@@ -20,20 +20,37 @@ import msgspec
 from turnmill.protocol.codec import BODY_FIELD, TASK_CODEC, TYPE_FIELD, Unreadable, WireFormat, encode_body, unreadable
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo
-from turnmill.protocol.errors import EngineError, EngineUnavailable, ErrorKind, MessageTooLarge, Superseded
+from turnmill.protocol.errors import (
+    EngineError,
+    EngineReplyError,
+    EngineUnavailable,
+    ErrorKind,
+    MessageTooLarge,
+    Superseded,
+)
 from turnmill.protocol.keys import WORKER_GROUP, Keys
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import Body, ModelReply, ModelTask, Task, ToolReply, UnreadableTask
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
-from turnmill.protocol.streams import Completer, Delivery, GroupReader, create_groups, pending_ids, read_entry
+from turnmill.protocol.streams import (
+    Completer,
+    Delivery,
+    GroupReader,
+    create_groups,
+    is_transient,
+    pending_ids,
+    read_entry,
+)
 
 from .liveness import Liveness
 
 _log = get_logger(__name__)
 _READ_COUNT_MAX = 32
 _HAND_BACK_IDLE_MS = 3_600_000
+_AGAIN_SECONDS = 0.1
+"""An engine that is reachable and refuses (memory, loading) is not asked again at full speed."""
 _LIVENESS_POLL_SECONDS = 0.01
 
 
@@ -233,6 +250,7 @@ class Consumer:
                     # The result may be stored or not. A copy is harmless: it meets a call that has its result.
                     self._count("results_sent_again")
                     await self._engine.ready()
+                    await asyncio.sleep(_AGAIN_SECONDS)
         except asyncio.CancelledError:
             if not held.abandoned:
                 raise
@@ -262,6 +280,11 @@ class Consumer:
             except EngineUnavailable:
                 # Nothing is decided: begin again when the engine is back, unless the task is another's by then.
                 await self._engine.ready()
+                await asyncio.sleep(_AGAIN_SECONDS)
+            except EngineReplyError as error:
+                if not is_transient(error):
+                    return failure_of(task, ErrorInfo(kind=ErrorKind.INTERNAL, message=str(error)))
+                await asyncio.sleep(_AGAIN_SECONDS)
             except Exception as error:
                 # A fault of ours must cost one call, not the worker, and must not run again for ever.
                 _log.exception("task failed", worker=self.worker_id, task=task.type, turn=task.turn_id, call=task.call)

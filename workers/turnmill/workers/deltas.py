@@ -118,6 +118,9 @@ class DeltaPublisher:
         if accepted == -3:
             text = f"the step published more than {self._bytes_max} bytes of events (TURNMILL_EVENT_BYTES_MAX)"
             raise ProviderError(ErrorInfo(kind=ErrorKind.EVENT_LIMIT, message=text))
+        if accepted == -2:
+            # The engine has lost what it had acknowledged: this attempt's text has a hole.
+            raise ProviderError(_broken(f"the channel of {self._live} has lost events"))
         if accepted < 0:
             raise Superseded(f"attempt {self._live} may not publish any more")
         self._offset = accepted
@@ -132,8 +135,13 @@ class DeltaPublisher:
                 await self._engine.ready()
             except EngineReplyError as error:
                 if not is_transient(error):
-                    raise Superseded(f"the channel of {self._live} cannot be written: {error}") from error
+                    text = f"the channel of {self._live} cannot be written: {error}"
+                    raise ProviderError(_broken(text)) from error
                 await asyncio.sleep(0.2)
+
+
+def _broken(text: str) -> ErrorInfo:
+    return ErrorInfo(kind=ErrorKind.STREAM_BROKEN, message=text, retryable=True)
 
 
 def _join(last: Live, event: Live) -> Live | None:

@@ -69,7 +69,7 @@ class Liveness:
             self._url,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=self._liveness_seconds,
+            socket_timeout=self._liveness_seconds / 3,
             socket_connect_timeout=2.0,
         )
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import jsonschema_rs
 import msgspec
 
 from turnmill.protocol.codec import WireFormat, decode_message
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart
-from turnmill.protocol.errors import ErrorKind
+from turnmill.protocol.errors import ErrorKind, Superseded
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ModelReply, ModelTask
@@ -72,12 +74,27 @@ class LLMWorker:
         reply = ModelReply(
             session_id=task.session_id, turn_id=task.turn_id, call=task.call, attempt=task.attempt, token=task.token
         )
+        remaining_seconds = (task.deadline_ms - self.consumer.clock.now_ms()) / 1000
+        if remaining_seconds <= 0:
+            # It waited too long for a worker: the machine has gone on to the next attempt, or given up.
+            raise Superseded(
+                f"attempt {task.attempt} at step {task.step_number} of {task.turn_id} is past its deadline"
+            )
         keys = self._keys.partitions[partition]
         publisher = self._publisher(task, keys)
         self._streams_open += 1
+        limit = asyncio.timeout(remaining_seconds)
         try:
-            completed, validators = await self._stream(task, keys, publisher)
+            async with limit:
+                completed, validators = await self._stream(task, keys, publisher)
             tail = await publisher.finish()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await publisher.discard()
+            text = "the model call was not complete by its deadline (model_timeout)"
+            info = ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True)
+            return msgspec.structs.replace(reply, error=info)
         except ProviderError as error:
             await publisher.discard()
             return msgspec.structs.replace(reply, error=error.info)

@@ -43,10 +43,11 @@ class ToolWorker:
         self._settings = settings
         self._wire: WireFormat = settings.wire
         served = set(queues or [tool.spec.queue for tool in tools.values()]) or {"default"}
-        self.tools = {name: tool for name, tool in tools.items() if tool.spec.queue in served}
-        self._slots = {
-            name: asyncio.Semaphore(tool.spec.concurrency) for name, tool in self.tools.items() if tool.spec.concurrency
-        }
+        self.tools: dict[str, Tool[..., Any]] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        for tool in tools.values():
+            if tool.spec.queue in served:
+                self.add(tool)
         self.consumer = Consumer(
             engine,
             keys,
@@ -68,6 +69,13 @@ class ToolWorker:
         await self.register()
         await self.consumer.run()
 
+    def add(self, tool: Tool[..., Any]) -> None:
+        """One more tool of a queue that this worker serves; `register` tells the registry."""
+        self.tools[tool.spec.name] = tool
+        self._slots.pop(tool.spec.name, None)
+        if tool.spec.concurrency:
+            self._slots[tool.spec.name] = asyncio.Semaphore(tool.spec.concurrency)
+
     async def register(self) -> None:
         """Write the tools' specs to the registry: the worker that runs a tool knows best what it is."""
         if self.tools:
@@ -86,9 +94,6 @@ class ToolWorker:
         tool = self.tools.get(task.tool)
         if tool is None:
             return _reply(task, error=self._unknown(task))
-        if self.consumer.clock.now_ms() > task.start_by_ms:
-            text = f"the call reached a worker after its start timeout of {tool.spec.start_timeout_seconds:g} s"
-            return _reply(task, error=ErrorInfo(kind=ErrorKind.TIMEOUT, message=text))
         slots = self._slots.get(task.tool)
         if slots is None:
             return await self._run(tool, task, partition)
@@ -96,6 +101,9 @@ class ToolWorker:
             return await self._run(tool, task, partition)
 
     async def _run(self, tool: Tool[..., Any], task: ToolTask, partition: int) -> ToolReply:
+        if self.consumer.clock.now_ms() > task.start_by_ms:
+            text = f"the call could not be started within its start timeout of {tool.spec.start_timeout_seconds:g} s"
+            return _reply(task, error=ErrorInfo(kind=ErrorKind.TIMEOUT, message=text))
         cancelled = AbortSignal()
         context = ToolContext(
             tool_call_id=task.tool_call_id,
