@@ -4,10 +4,10 @@ TurnmillError
 ├── ConfigurationError     settings that contradict each other or the namespace; names the rule
 ├── DefinitionError        an agent, tool or option that cannot work; raised where it is defined
 ├── CodecError             bytes that are no message
-│   ├── UnknownMessage     a type or version of tomorrow's peer
 │   └── MessageTooLarge
 ├── EngineError            Redis or Valkey
 │   ├── EngineUnavailable  cannot be reached; a command's outcome may be unknown
+│   ├── EngineReplyError   it answered a command with an error
 │   └── EngineUnsuitable   too old, or set up in a way that loses work
 ├── Superseded             this attempt was replaced: stop, and say nothing
 └── TurnError              a turn's end, with what it had by then; raised by `Turn.result()`
@@ -28,7 +28,6 @@ class ErrorKind(StrEnum):
     MAX_STEPS_REACHED = "max_steps_reached"
     UNKNOWN_AGENT = "unknown_agent"
     UNKNOWN_TOOL = "unknown_tool"
-    SESSION_BUSY = "session_busy"
     QUEUE_FULL = "queue_full"
     PROVIDER_ERROR = "provider_error"
     RATE_LIMITED = "rate_limited"
@@ -40,11 +39,9 @@ class ErrorKind(StrEnum):
     STREAM_BROKEN = "stream_broken"
     TIMEOUT = "timeout"
     DELIVERY_LOST = "delivery_lost"
-    TOO_MANY_CALLS = "too_many_calls"
     EVENT_LIMIT = "event_limit"
     MESSAGE_TOO_LARGE = "message_too_large"
     STATE_LOST = "state_lost"
-    ABORTED = "aborted"
     INTERNAL = "internal"
 
 
@@ -62,10 +59,6 @@ class DefinitionError(TurnmillError):
 
 class CodecError(TurnmillError):
     """Bytes that are no message."""
-
-
-class UnknownMessage(CodecError):
-    """A type or version that this process does not know."""
 
 
 class MessageTooLarge(CodecError):

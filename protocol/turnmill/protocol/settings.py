@@ -142,7 +142,7 @@ class Settings(BaseSettings):
     )
     liveness_seconds: Seconds = Field(5.0, description="seconds after its last beat that a worker counts as gone")
     heartbeat_seconds: Seconds = Field(1.5, description="seconds between two beats of a worker")
-    max_attempts: Count = Field(5, description="deliveries of one message before it becomes a dead letter")
+    max_attempts: Count = Field(5, description="how often a call may be lost with its worker before it is given up")
     drain_timeout: Annotated[float, Field(gt=0, lt=HOUR_SECONDS)] = Field(
         25.0, description="seconds that a stopping process may finish what it holds; keep it below the platform's grace"
     )
@@ -151,13 +151,17 @@ class Settings(BaseSettings):
     event_ttl: WholeSeconds = Field(HOUR_SECONDS, description="seconds a turn's channel is kept after its end")
     record_ttl: WholeSeconds = Field(DAY_SECONDS, description="seconds a turn's record and result are kept")
     session_ttl: Annotated[WholeSeconds | None, BeforeValidator(_none_by_name)] = Field(
-        None, description="seconds an idle session is kept; `none`: until it is deleted"
+        None, description="reserved: seconds an idle session is kept; sessions are kept until they are deleted"
     )
     plan_ttl: WholeSeconds = Field(30 * DAY_SECONDS, description="seconds a plan is kept after its last use")
 
-    blob_threshold: Bytes = Field(64 * KIBIBYTE, description="bytes above which a payload travels by reference")
+    blob_threshold: Bytes = Field(
+        64 * KIBIBYTE, description="reserved: bytes above which a payload travels by reference"
+    )
     payload_bytes_max: Bytes = Field(8 * MEBIBYTE, description="bytes of the largest payload that is accepted")
-    event_bytes_max: Bytes = Field(64 * MEBIBYTE, description="bytes of all events of one turn")
+    event_bytes_max: Bytes = Field(
+        64 * MEBIBYTE, description="bytes of live events that one attempt at a model call may publish"
+    )
     session_queue_max: Count = Field(100, description="messages that may wait in one session")
     dispatch_window: Count = Field(512, description="model tasks of one pool and partition that are in its stream")
     feed_length: Count = Field(10_000, description="lifecycle events that a partition keeps for monitors")
@@ -167,10 +171,12 @@ class Settings(BaseSettings):
     log_format: Literal["console", "json"] = Field("console", description="for people, or for machines")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = "info"
 
-    host: Annotated[str, Field(min_length=1)] = Field("127.0.0.1", description="address the gateway listens on")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(8321, description="port of the gateway; 0 takes a free one")
+    host: Annotated[str, Field(min_length=1)] = Field("127.0.0.1", description="reserved: address of the gateway")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        8321, description="reserved: port of the gateway; 0 takes a free one"
+    )
     api_tokens: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_comma_separated)] = Field(
-        (), description="bearer tokens of the gateway, separated by commas"
+        (), description="reserved: bearer tokens of the gateway, separated by commas"
     )
 
     script: Path | None = Field(None, description="file with the answers of the `scripted` provider")

@@ -1,0 +1,1 @@
+"""Providers of models: one file each, behind the protocol of `base`."""
