@@ -113,7 +113,7 @@ def test_arguments_of_the_decorator_are_the_policy() -> None:
         retries=2,
         idempotent=True,
         on_lost="fail",
-        approval=True,
+        approval=False,
         concurrency=3,
         queue="numbers",
     )
@@ -124,7 +124,7 @@ def test_arguments_of_the_decorator_are_the_policy() -> None:
     spec = add.spec
     assert (spec.name, spec.description, spec.queue) == ("math.add", "Adds.", "numbers")
     assert (spec.timeout_seconds, spec.start_timeout_seconds, spec.max_attempts) == (2.0, 5.0, 3)
-    assert (spec.idempotent, spec.on_lost, spec.approval, spec.concurrency) == (True, "fail", "always", 3)
+    assert (spec.idempotent, spec.on_lost, spec.approval, spec.concurrency) == (True, "fail", "never", 3)
     assert msgspec.json.decode(msgspec.json.encode(spec), type=type(spec)) == spec
 
 
@@ -257,6 +257,8 @@ def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, message: str
         ({"concurrency": 0}, "concurrency must be"),
         ({"on_lost": "wait"}, "on_lost='wait' is not one of"),
         ({"approval": "maybe"}, "approval='maybe' is not one of"),
+        ({"approval": "always"}, "is not available yet"),
+        ({"approval": True}, "is not available yet"),
         ({"isolation": "process"}, "not available yet.*rq extra"),
         ({"isolation": "container"}, "isolation='container'"),
     ],

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import update_wrapper
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import msgspec
 from pydantic import ValidationError
@@ -226,9 +226,12 @@ def _concurrency(tool_name: str, concurrency: int | None) -> int | None:
 
 
 def _approval(tool_name: str, approval: bool | str) -> str:
-    if isinstance(approval, bool):
-        return "always" if approval else "never"
-    return cast("str", _one_of(tool_name, "approval", approval, APPROVALS))
+    """A tool that asks for approval must not run without it: refused as long as nobody could give it."""
+    wanted = ("always" if approval else "never") if isinstance(approval, bool) else approval
+    _one_of(tool_name, "approval", wanted, APPROVALS)
+    if wanted != "never":
+        raise DefinitionError(f"tool {tool_name!r}: approval={approval!r} is not available yet")
+    return "never"
 
 
 def _queue(tool_name: str, queue: str | None) -> str | None:
