@@ -209,14 +209,19 @@ class Engine:
         return self._shared.commands_sent if self._shared else 0
 
     async def _open_transport(self) -> tuple[Any, Any]:
-        owner = cast("Any", self._pool).make_connection()
+        try:
+            owner = cast("Any", self._pool).make_connection()
+        except TypeError as error:
+            raise ConfigurationError(
+                f"TURNMILL_REDIS_URL has a parameter that redis-py does not know: {error}"
+            ) from error
         try:
             # Not wait_for: on Python 3.11 it may swallow a cancellation that comes as the connection is made.
             async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
                 await owner.connect()
         except (RedisError, OSError, TimeoutError) as error:
             raise EngineUnavailable(
-                f"cannot reach Redis or Valkey at {self.address}: {error or type(error).__name__} "
+                f"cannot reach Redis or Valkey at {self.address}: {str(error) or f'no answer within {_CONNECT_TIMEOUT_SECONDS:g} s'} "
                 "(set TURNMILL_REDIS_URL, or leave it unset for the embedded server)"
             ) from error
         writer = owner._writer

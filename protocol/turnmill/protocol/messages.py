@@ -37,6 +37,14 @@ class StartTurn(Body, frozen=True, kw_only=True):
     priority: int = 0
     trace: dict[str, str] = {}
 
+    @property
+    def has_plain_text(self) -> bool:
+        """Whether all it carries is a user's text."""
+        plain = (
+            len(self.messages) == 1 and isinstance(self.messages[0].content, str) and self.messages[0].role == "user"
+        )
+        return plain and not self.metadata and not self.overrides and not self.messages[0].metadata
+
 
 class Addressed(Body, frozen=True, kw_only=True):
     """What ties tasks and results to one attempt at one call."""

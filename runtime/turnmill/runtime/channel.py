@@ -68,8 +68,8 @@ class Channels:
         self._keeper: asyncio.Task[None] | None = None
 
     async def follow(self, channel: str, after: int = 0, *, existing: bool = True) -> AsyncIterator[list[ChannelEvent]]:
-        """The events of a channel after a number, until its terminal event, in the pieces in which they come. Before the
-        first event an empty piece is given now and then.
+        """The events of a channel after a number, until its terminal event, in the pieces in which they come. While nothing
+        comes, an empty piece is given now and then.
 
         Raises `ChannelExpiredError` where the channel is gone or begins behind the cursor. With `existing` false a
         channel that is not there yet is waited for.
@@ -93,8 +93,8 @@ class Channels:
                     if len(events) < _READ_COUNT:
                         break
                     events = await self._stored(channel, cursor, follower)
-                if cursor == 0:
-                    yield []  # nothing yet: the reader may look whether there will be anything
+                if not events:
+                    yield []  # nothing now: the reader may look whether there will be anything
                 while events := await self._published(follower, cursor):
                     cursor = events[-1].number
                     yield events

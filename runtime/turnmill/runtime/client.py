@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from ulid import ULID
 
 from turnmill.protocol.codec import decode_message, encode_body
@@ -54,8 +55,10 @@ class Client:
         of messages that is used as it is. Without `session` the turn has a session of its own.
         """
         options = options or _DEFAULT_OPTIONS
+        if not isinstance(options, TurnOptions):
+            raise DefinitionError(f"options is a {type(options).__name__}, not TurnOptions")
         session_id = session or f"s-{str(ULID()).lower()}"
-        if not valid_session_id(session_id):
+        if not isinstance(session_id, str) or not valid_session_id(session_id):
             raise DefinitionError(
                 f"{session_id!r} is no session id: up to 256 characters without white space or braces"
             )
@@ -84,7 +87,14 @@ class Client:
 
     async def submit(self, command: StartTurn) -> None:
         """Append a command to its partition's inbox. Raises `MessageTooLarge` above `payload_bytes_max`."""
-        body = encode_body(command, self.settings.wire, self.settings.payload_bytes_max)
+        try:
+            body = encode_body(command, self.settings.wire, self.settings.payload_bytes_max)
+            if not command.has_plain_text:
+                # What a caller put together may hold what no reader could read: a role that is none, a number too large.
+                msgspec.convert(msgspec.to_builtins(command), StartTurn)
+                msgspec.msgpack.encode(command)
+        except (TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
+            raise DefinitionError(f"the turn cannot be sent: {error}") from error
         keys = self.keys.of_turn(command.turn_id)
         await self.engine.call("XADD", keys.inbox, "*", "t", command.type, "d", body)
 
@@ -148,7 +158,8 @@ def _messages(agent: Agent | str, message: str | Message | Sequence[Message]) ->
     if isinstance(message, str):
         prefix = agent.user_prompt_prefix if isinstance(agent, Agent) else ""
         return [Message(role="user", content=prefix + message)]
-    messages = [message] if isinstance(message, Message) else list(message)
+    given: Any = [message] if isinstance(message, Message) else message
+    messages: list[Message] = list(given) if isinstance(given, Sequence) else []
     if not messages or not all(isinstance(item, Message) for item in messages):
         raise DefinitionError("a turn starts with a text, a Message or a list of Messages")
     return messages

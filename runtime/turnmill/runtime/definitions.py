@@ -33,6 +33,9 @@ def has_tool_call(name: str) -> StopCondition:
     return StopCondition(tool=name)
 
 
+TIMEOUT_SECONDS_MAX = 30 * 86_400.0
+
+
 class _Definition(BaseModel):
     """Pydantic's checks, with our words."""
 
@@ -85,8 +88,8 @@ class Agent(_Definition):
     on_limit: Literal["error", "final_answer"] = "error"
     stop_when: list[StopCondition] = []
     tool_execution: Literal["parallel", "sequential"] = "parallel"
-    tool_timeout: float | None = Field(None, gt=0)
-    model_timeout: float = Field(300.0, gt=0)
+    tool_timeout: float | None = Field(None, gt=0, le=TIMEOUT_SECONDS_MAX)
+    model_timeout: float = Field(300.0, gt=0, le=TIMEOUT_SECONDS_MAX)
     max_calls_per_step: int = Field(64, ge=1, le=1000)
     retry: RetryPolicy = RetryPolicy()
     tool_choice: str | None = None
@@ -102,6 +105,13 @@ class Agent(_Definition):
     def _usable_name(cls, value: str) -> str:
         if not valid_name(value) or "@" in value:
             raise ValueError(f"{value!r}: up to 128 letters, digits and `_ . : -`")
+        return value
+
+    @field_validator("pool")
+    @classmethod
+    def _usable_pool(cls, value: str | None) -> str | None:
+        if value is not None and not valid_name(value):
+            raise ValueError(f"{value!r}: up to 128 letters, digits and `_ . : @ -`")
         return value
 
     def agent_spec(self) -> AgentSpec:
@@ -144,8 +154,8 @@ class TurnOptions(_Definition):
     on_limit: Literal["error", "final_answer"] | None = None
     stop_when: list[StopCondition] | None = None
     tool_execution: Literal["parallel", "sequential"] | None = None
-    tool_timeout: float | None = Field(None, gt=0)
-    model_timeout: float | None = Field(None, gt=0)
+    tool_timeout: float | None = Field(None, gt=0, le=TIMEOUT_SECONDS_MAX)
+    model_timeout: float | None = Field(None, gt=0, le=TIMEOUT_SECONDS_MAX)
     retry: RetryPolicy | None = None
     tool_choice: str | None = None
     provider_options: dict[str, Any] | None = None

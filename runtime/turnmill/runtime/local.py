@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 from turnmill.protocol.content import Message
-from turnmill.protocol.errors import TurnmillError
+from turnmill.protocol.errors import ConfigurationError, DefinitionError, TurnmillError
 from turnmill.protocol.settings import Settings
 from turnmill.workers.app import App, collect, load_app
 from turnmill.workers.tool_worker import ToolWorker
@@ -26,6 +27,7 @@ class LocalClient(Client):
 
     async def start(self, app: App | None) -> None:
         self._running: list[tuple[Role, asyncio.Task[None]]] = []
+        self._models = set(app.models) if app else set()
         self._tool_workers: dict[str, ToolWorker] = {}
         self._llm = build_llm_worker(self.engine, self.keys, self.settings, app, [], None)
         self._run(self._llm)
@@ -43,9 +45,19 @@ class LocalClient(Client):
         session: str | None = None,
         options: TurnOptions | None = None,
     ) -> Turn:
-        given = [*(agent.tools if isinstance(agent, Agent) else []), *((options.tools if options else None) or [])]
+        given = [
+            *(agent.tools if isinstance(agent, Agent) else []),
+            *(options.tools or [] if isinstance(options, TurnOptions) else []),
+        ]
         await self._serve_tools(item for item in given if isinstance(item, Tool))
         self._raise_failures()
+        self._check_model(
+            options.model
+            if isinstance(options, TurnOptions) and options.model
+            else agent.model
+            if isinstance(agent, Agent)
+            else ""
+        )
         return await super().turn(agent, message, session=session, options=options)
 
     async def stop(self) -> None:
@@ -67,6 +79,15 @@ class LocalClient(Client):
             await worker.register()
             self._run(worker)
 
+    def _check_model(self, model: str) -> None:
+        """Nobody else could serve a model function here: better said than waited for."""
+        prefix, _, name = model.partition(":")
+        if prefix == "host" and name not in self._models:
+            known = ", ".join(sorted(self._models)) or "none"
+            raise DefinitionError(
+                f"no model function {name!r} is served here; there are: {known}. Pass it with connect(app=...), or --app"
+            )
+
     def _run(self, role: Role) -> None:
         self._running.append((role, asyncio.create_task(role.run())))
 
@@ -80,7 +101,7 @@ class LocalClient(Client):
 async def local_runtime(settings: Settings, app: Any = None) -> AsyncIterator[LocalClient]:
     """The embedded server (or the one of `settings`), a coordinator, an LLM worker and tool workers, for as long as the
     context lasts."""
-    loaded = None if app is None else load_app(app) if isinstance(app, str) else collect("app", _listed(app))
+    loaded = None if app is None else _collected(app)
     url = settings.redis_url
     if url is None:
         url = await asyncio.to_thread(embedded_url, settings)
@@ -97,5 +118,14 @@ async def local_runtime(settings: Settings, app: Any = None) -> AsyncIterator[Lo
             await client.channels.close()
 
 
-def _listed(app: Any) -> list[Any]:
-    return list(app) if isinstance(app, list | tuple | set) else [app]
+def _collected(app: Any) -> App:
+    """An APP target, a module, or objects."""
+    if isinstance(app, str):
+        return load_app(app)
+    if isinstance(app, ModuleType):
+        return collect(app.__name__, [value for name, value in vars(app).items() if not name.startswith("__")])
+    given = list(app) if isinstance(app, list | tuple | set) else [app]
+    found = collect("app", given)
+    if given and not (found.tools or found.models or found.scripts or found.agents):
+        raise ConfigurationError(f"app={app!r} brings no tool, model function, script or agent")
+    return found

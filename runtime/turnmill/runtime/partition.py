@@ -11,9 +11,12 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
+
 from turnmill.protocol.codec import MESSAGE_CODEC, Unreadable
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
+from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.errors import EngineReplyError, EngineUnavailable, ErrorKind
 from turnmill.protocol.keys import (
     COORDINATOR_GROUP,
     Keys,
@@ -26,7 +29,7 @@ from turnmill.protocol.keys import (
     tool_queue,
 )
 from turnmill.protocol.logs import get_logger
-from turnmill.protocol.messages import DeliveryLost, ModelReply, StartTurn, TimerFired, UnreadableTask
+from turnmill.protocol.messages import DeliveryLost, ModelReply, StartTurn, TimerFired, ToolReply, UnreadableTask
 from turnmill.protocol.namespace import ServerClock, make_token
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan
@@ -51,6 +54,26 @@ def new_writer() -> str:
 
 Removal: TypeAlias = Callable[[], Awaitable[None]]
 """Gets rid of an entry that is not decided on; may be repeated."""
+
+
+def in_place_of(message: Input, reason: str) -> Input | None:
+    """What is decided on in place of a message that could not be: its turn ends, or its call, with the reason."""
+    error = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"a message of this turn could not be handled: {reason}")
+    match message:
+        case Start(problem=None):
+            return Start(msgspec.structs.replace(message.command, messages=[], metadata={}, overrides={}), "", error)
+        case ModelReply(error=None) | ToolReply(error=None):
+            kind = type(message)
+            return kind(
+                session_id=message.session_id,
+                turn_id=message.turn_id,
+                call=message.call,
+                attempt=message.attempt,
+                token=message.token,
+                error=error,
+            )
+        case _:
+            return None
 
 
 class Arrived(NamedTuple):
@@ -191,13 +214,29 @@ class Partition:
         """One session's broken data must not stop its partition: find the session, and bury its messages."""
         sessions = {item.session_id for item in arrived}
         if len(sessions) == 1:
-            for item in arrived:
-                await self._retrying(self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}"))
-            return []
+            return await self._isolate_messages(arrived, by_source, reason, previous, batch)
         for session_id in sessions:
             mine = [by_source[item.source] for item in arrived if item.session_id == session_id]
             await self._handle(mine, previous, batch)
         return []
+
+    async def _isolate_messages(
+        self,
+        arrived: list[Arrived],
+        by_source: dict[Source, Delivery],
+        reason: str,
+        previous: asyncio.Future[None] | None,
+        batch: int,
+    ) -> list[Arrived]:
+        """One by one, then; the one that cannot be decided on is a dead letter, and its turn is told what went wrong."""
+        if len(arrived) > 1:
+            for item in arrived:
+                await self._handle([by_source[item.source]], previous, batch)
+            return []
+        item = arrived[0]
+        await self._retrying(self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}"))
+        instead = in_place_of(item.message, reason)
+        return [] if instead is None else [item._replace(message=instead)]
 
     # ---- the door: what may come in at all
 
@@ -343,6 +382,8 @@ class Partition:
                     postponed += items[position:]
                     del items[position:]
                     break
+                if message.problem is not None:
+                    continue
                 resolved = await self._registry.resolve(self.keys, message.command)
                 if resolved.plan is not None:
                     self._plans[resolved.plan_id] = resolved.plan

@@ -26,6 +26,7 @@ from .coordinator import Coordinator
 from .registry import publish
 
 _log = get_logger(__name__)
+_PUBLISH_SECONDS = 15.0
 _SERVER_LOOK_SECONDS = 1.0
 _DRAIN_GRACE_SECONDS = 3.0
 
@@ -93,7 +94,23 @@ async def run_tool_worker(settings: Settings, target: str, queues: list[str], co
     async with open_engine(settings) as (engine, keys):
         await publish_app(engine, keys, app)
         worker = ToolWorker(engine, keys, settings, app.tools, queues=queues or None, concurrency=concurrency)
-        await _serve(worker, settings)
+        keeping = asyncio.create_task(_keep_published(engine, keys, app, worker))
+        try:
+            await _serve(worker, settings)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _keep_published(engine: Engine, keys: Keys, app: App, worker: ToolWorker) -> None:
+    """Publish again now and then: a registry that was lost comes back while the workers live."""
+    while True:
+        await asyncio.sleep(_PUBLISH_SECONDS)
+        try:
+            await worker.register()
+            await publish_app(engine, keys, app)
+        except EngineError as error:
+            _log.warning("agents and tools not published", error=str(error))
 
 
 def build_llm_worker(

@@ -12,6 +12,7 @@ from turnmill.protocol.connection import pairs
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import TurnAbortedError, TurnFailedError, TurnLostError
 from turnmill.protocol.events import (
+    EVENTS,
     TERMINAL_EVENT_TYPES,
     Event,
     StepFinished,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .client import Client
 
 _TERMINAL = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
+EVENT_TYPES = frozenset(kind.type for kind in EVENTS)
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
 _decode_error = msgspec.json.Decoder(ErrorInfo).decode
 
@@ -152,6 +154,10 @@ class Turn:
 
     async def _pieces(self, after: int, types: Collection[str] | None) -> AsyncIterator[list[tuple[int, Event]]]:
         """The events in the pieces in which they come: each costs one turn of the loop, however many there are."""
+        if not isinstance(after, int) or after < 0:
+            raise ValueError(f"after={after!r}: the number of the last event seen, 0 for all")
+        if isinstance(types, str) or not EVENT_TYPES.issuperset(types or ()):
+            raise ValueError(f"types={types!r}: a collection of event types, such as {{'text.delta'}}")
         chosen = None if types is None else {*(kind.encode() for kind in types), *_TERMINAL}
         seen = SeenStep(complete=after == 0 and types is None)
         async for piece in self._raw_events(after):
@@ -187,11 +193,15 @@ class Turn:
                 if piece:
                     yield piece
                     continue
-                # The first look is before anything could have happened; the channel may have come and gone by a later one.
+                # On a new turn the first look is before anything could have happened.
                 looks += 1
-                if looks > 1 and await self._ended():
-                    yield [await self._gap(await self._record())]
-                    return
+                if (looks > 1 or after > 0) and await self._ended():
+                    last = await self._client.engine.call("XREVRANGE", self._keys.events(self.id), "+", "-", "COUNT", 1)
+                    if not last:  # the channel has come and gone
+                        yield [await self._gap(await self._record())]
+                        return
+                    if int(last[0][0][2:]) <= after:
+                        return
         except ChannelExpiredError:
             yield [await self._gap(await self._record())]
 

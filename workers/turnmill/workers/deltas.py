@@ -26,6 +26,9 @@ FLUSHES_PER_SECOND = 2000
 """What one process spends on live events at the most; above that, streams wait a little longer for more text."""
 
 
+TAIL_BYTES_MAX = 64 * 1024
+
+
 class DeltaPublisher:
     """Publishes the live events of one attempt, in order and once."""
 
@@ -71,6 +74,10 @@ class DeltaPublisher:
 
     async def finish(self) -> list[dict[str, Any]]:
         """Wait for what is on the way; the dict forms of what was not published."""
+        if sum(_size(event) for event in self._buffer) > TAIL_BYTES_MAX:
+            # The reply holds this text already: large text does not travel twice.
+            await self._settle()
+            await self._flush()
         buffer, self._buffer = self._buffer, []
         await self._settle()
         if self._failure is not None:
@@ -138,6 +145,11 @@ class DeltaPublisher:
                     text = f"the channel of {self._live} cannot be written: {error}"
                     raise ProviderError(_broken(text)) from error
                 await asyncio.sleep(0.2)
+
+
+def _size(event: Live) -> int:
+    text = getattr(event, "text", None) or getattr(event, "arguments_delta", None) or ""
+    return len(text)
 
 
 def _broken(text: str) -> ErrorInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import jsonschema_rs
 import msgspec
@@ -194,11 +195,22 @@ def _with_checked_calls(message: Message, validators: dict[str, jsonschema_rs.Va
 
 
 def _checked(call: ToolCall, validators: dict[str, jsonschema_rs.Validator]) -> ToolCall:
+    if call.error is None and not _is_portable(call.arguments):
+        return msgspec.structs.replace(call, arguments={}, error="an integer of more than 64 bits")
     validator = validators.get(call.name)
     if validator is None or call.error is not None or validator.is_valid(call.arguments):
         return call
     reasons = [_reason(error) for _, error in zip(range(5), validator.iter_errors(call.arguments), strict=False)]
     return msgspec.structs.replace(call, error="; ".join(reasons))
+
+
+def _is_portable(value: Any) -> bool:
+    """Whether every integer fits 64 bits: no other language, and no state record, could carry it."""
+    if isinstance(value, dict):
+        return all(_is_portable(item) for item in value.values())
+    if isinstance(value, list):
+        return all(_is_portable(item) for item in value)
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _reason(error: jsonschema_rs.ValidationError) -> str:

@@ -189,8 +189,13 @@ async def _look_at_queues(engine: Engine, keys: Keys, fleet: Fleet) -> AsyncIter
     unserved = sorted((wanted | {queue for queue, length in lengths.items() if length}) - fleet.queues)
     for queue in unserved:
         name = queue.partition(":")[2]
-        command = "turnmill worker llm --pool" if pool_of_queue(queue) else "turnmill worker tools APP --queue"
-        text = f"{queue} has no worker, {lengths.get(queue, 0)} tasks wait: start `{command} {name}`"
+        if name.startswith("host."):
+            command = "turnmill worker llm APP"  # with the app that has the model function; the pool follows from it
+        elif pool_of_queue(queue):
+            command = f"turnmill worker llm --pool {name}"
+        else:
+            command = f"turnmill worker tools APP --queue {name}"
+        text = f"{queue} has no worker, {lengths.get(queue, 0)} tasks wait: start `{command}`"
         yield Finding("warn", "queue", text)
     if not unserved:
         yield Finding("ok", "queues", "each one in use has a worker" if lengths or wanted else "none in use yet")

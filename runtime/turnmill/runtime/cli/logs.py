@@ -34,7 +34,9 @@ class _Formatter(logging.Formatter):
         self._render: Any = (
             structlog.processors.JSONRenderer(default=str)
             if is_json
-            else structlog.dev.ConsoleRenderer(colors=wants_colour(), pad_event_to=24)
+            else structlog.dev.ConsoleRenderer(
+                colors=wants_colour(), pad_event_to=24, exception_formatter=structlog.dev.plain_traceback
+            )
         )
 
     def format(self, record: logging.LogRecord) -> str:
