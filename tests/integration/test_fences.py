@@ -25,7 +25,7 @@ from turnmill.protocol.keys import WORKER_GROUP, partition_of_session
 from turnmill.protocol.messages import ToolReply, ToolTask
 from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec
 from turnmill.protocol.streams import TAKE_LOST_DELIVERY, Delivery
-from turnmill.runtime import Agent, partition
+from turnmill.runtime import Agent, door
 from turnmill.runtime.coordinator import Coordinator
 from turnmill.runtime.machine import advance
 from turnmill.runtime.roles import build_llm_worker
@@ -137,7 +137,7 @@ async def test_a_forged_token_is_dropped_and_counted(stage: Stage) -> None:
 
 
 async def test_without_the_token_a_forged_result_is_believed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "make_token", lambda *_: Anything())
+    monkeypatch.setattr(door, "make_token", lambda *_: Anything())
     hand = ToolByHand(stage)
     turn = await hand.start("lever")
     await hand.take()

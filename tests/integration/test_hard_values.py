@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from support.waiting import wait_until_async
 from turnmill.protocol.codec import encode_body
 from turnmill.protocol.content import Message
 from turnmill.protocol.errors import ConfigurationError, DefinitionError, TurnFailedError
@@ -108,3 +110,31 @@ async def test_an_app_that_brings_nothing_is_refused(valkey_url: str, namespace:
 
 async def _collect(turn: Any, after: Any) -> list[Any]:
     return [event async for event in turn.events(after=after)]
+
+
+async def test_a_reply_that_cannot_be_read_ends_its_call_at_once(client: LocalClient) -> None:  # AC-26
+    """A worker of another language wrote it; its address and token are right, so the call need not wait for its end."""
+    await client.engine.call("HSET", client.keys.tools, "foreign", b'{"name": "foreign", "queue": "foreign"}')
+    script = Script("foreign", [Reply(tool_calls=[Call("foreign")]), Reply(text="${result}")])
+    client._llm._providers.get("scripted").scripts["foreign"] = script  # type: ignore[attr-defined]
+    turn = await client.turn(Agent("foreign", model="scripted:foreign", tools=["foreign"]), "go")
+    keys = client.keys.of_turn(turn.id)
+
+    async def task() -> dict[str, Any]:
+        while not (entries := await client.engine.call("XRANGE", keys.tool("foreign"), "-", "+")):
+            await asyncio.sleep(0)
+        decoded: dict[str, Any] = msgspec.json.decode(entries[0][1][3])
+        return decoded
+
+    asked = await asyncio.wait_for(task(), 20)
+    address = {name: asked[name] for name in ("session_id", "turn_id", "call", "attempt", "token")}
+    forged = {**address, "token": "no", "duration_seconds": "soon"}
+    for reply in (forged, {**address, "duration_seconds": "soon"}):
+        await client.engine.call("XADD", keys.results, "*", "t", "tool_reply", "d", msgspec.json.encode(reply))
+    result = await asyncio.wait_for(turn.result(), 20)
+    assert "the worker's answer could not be read" in result.answer
+    await wait_until_async(lambda: _has_length(client, keys.dead, 2))
+
+
+async def _has_length(client: LocalClient, stream: str, length: int) -> bool:
+    return bool(await client.engine.call("XLEN", stream) == length)

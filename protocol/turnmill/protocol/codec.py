@@ -18,7 +18,7 @@ import msgspec
 from .content import Message
 from .errors import MessageTooLarge
 from .events import EVENTS, Event, EventBody
-from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, AnyMessage, Body
+from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, Addressed, AnyMessage, Body
 from .values import pack_value, unpack_value
 
 WireFormat: TypeAlias = Literal["json", "msgpack"]
@@ -90,6 +90,18 @@ class Codec(Generic[T]):
         if len(body) > BODY_BYTES_MAX:
             return unreadable(f"{len(body)} bytes are above the limit of {BODY_BYTES_MAX}", kind, body)
         return self.decode(kind, body)
+
+
+_ADDRESS_JSON = msgspec.json.Decoder(Addressed)
+_ADDRESS_MSGPACK = msgspec.msgpack.Decoder(Addressed)
+
+
+def read_address(body: bytes) -> Addressed | None:
+    """In whose name a task or a result comes, of a body that may be unreadable otherwise."""
+    try:
+        return _ADDRESS_MSGPACK.decode(body) if is_msgpack(body) else _ADDRESS_JSON.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
 
 
 def unreadable(reason: str, kind: bytes, body: bytes) -> Unreadable:

@@ -21,7 +21,7 @@ from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.streams import Delivery, GroupReader, create_groups
 
-from .janitor import trim_index
+from .janitor import forget_workers, trim_index
 from .leases import PartitionLeases
 from .partition import Partition
 from .reclaimer import Reclaimer
@@ -158,6 +158,8 @@ class Coordinator:
         older_than_ms = self._clock.now_ms() - self._settings.record_ttl * 1000
         for number in self._leases.readable(0.0):
             await trim_index(self._engine, self._keys.partitions[number], older_than_ms)
+        if 0 in self._leases.readable(0.0):
+            await forget_workers(self._engine, self._keys)
 
     async def _create_groups(self) -> None:
         await create_groups(self._engine, self._sources(list(self._partitions)), COORDINATOR_GROUP)

@@ -1,13 +1,37 @@
-"""Takes turns out of the partition's index when their records have expired; everything else expires by itself."""
+"""Takes turns out of the partition's index when their records have expired, and killed workers out of the registry;
+everything else expires by itself."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 
-from turnmill.protocol.connection import Engine
-from turnmill.protocol.keys import PartitionKeys
+import msgspec
+
+from turnmill.protocol.connection import Engine, pairs
+from turnmill.protocol.keys import Keys, PartitionKeys
 
 _TURNS_MAX = 500
+_WORKER_SILENT_SECONDS = 3600.0
+
+
+async def forget_workers(engine: Engine, keys: Keys) -> int:
+    """Remove workers from the registry that were killed and have been silent for an hour; the number removed."""
+    fields = pairs(await engine.call("HGETALL", keys.workers))
+    seconds, _microseconds = await engine.call("TIME")
+    gone = [name for name, body in fields.items() if _seen_at(body) < int(seconds) - _WORKER_SILENT_SECONDS]
+    if gone:
+        await engine.call("HDEL", keys.workers, *gone)
+    return len(gone)
+
+
+def _seen_at(body: bytes) -> float:
+    """What a worker of another language writes there is its own affair: without a time it stays."""
+    try:
+        seen_at = msgspec.json.decode(body)["seen_at"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return math.inf
+    return float(seen_at) if isinstance(seen_at, int | float) else math.inf
 
 
 async def trim_index(engine: Engine, keys: PartitionKeys, older_than_ms: int) -> int:

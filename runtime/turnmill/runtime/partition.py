@@ -8,39 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
 
-import msgspec
-
-from turnmill.protocol.codec import MESSAGE_CODEC, Unreadable
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.content import ErrorInfo
-from turnmill.protocol.errors import EngineReplyError, EngineUnavailable, ErrorKind
+from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
 from turnmill.protocol.keys import (
     COORDINATOR_GROUP,
     Keys,
     PartitionKeys,
-    is_task_queue,
     model_queue,
-    partition_of_session,
-    partition_of_turn,
     pool_of_queue,
     tool_queue,
 )
 from turnmill.protocol.logs import get_logger
-from turnmill.protocol.messages import DeliveryLost, ModelReply, StartTurn, TimerFired, ToolReply, UnreadableTask
-from turnmill.protocol.namespace import ServerClock, make_token
+from turnmill.protocol.messages import (
+    DeliveryLost,
+    ModelReply,
+)
+from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan
-from turnmill.protocol.streams import Delivery, create_groups, dead_letter, is_group_missing, is_transient
+from turnmill.protocol.streams import Delivery, create_groups, is_group_missing, is_transient
 
 from .dispatch import DispatchWindow
+from .door import Arrived, Door, Removal, in_place_of
 from .effects import Count, Decision, DispatchModel, DispatchTool
-from .machine import Input, Limits, Start, advance
+from .machine import Limits, Start, advance
 from .registry import Registry
 from .state import SessionState
-from .store import INBOX, RESULTS, STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
+from .store import STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
 
 _log = get_logger(__name__)
 _CACHED_SESSIONS_MAX = 20_000
@@ -52,38 +48,6 @@ def new_writer() -> str:
     return secrets.token_hex(4)
 
 
-Removal: TypeAlias = Callable[[], Awaitable[None]]
-"""Gets rid of an entry that is not decided on; may be repeated."""
-
-
-def in_place_of(message: Input, reason: str) -> Input | None:
-    """What is decided on in place of a message that could not be: its turn ends, or its call, with the reason."""
-    error = ErrorInfo(kind=ErrorKind.INTERNAL, message=f"a message of this turn could not be handled: {reason}")
-    match message:
-        case Start(problem=None):
-            return Start(msgspec.structs.replace(message.command, messages=[], metadata={}, overrides={}), "", error)
-        case ModelReply(error=None) | ToolReply(error=None):
-            kind = type(message)
-            return kind(
-                session_id=message.session_id,
-                turn_id=message.turn_id,
-                call=message.call,
-                attempt=message.attempt,
-                token=message.token,
-                error=error,
-            )
-        case _:
-            return None
-
-
-class Arrived(NamedTuple):
-    """A readable message and where it came from."""
-
-    source: Source
-    message: Input
-    session_id: str
-
-
 class Partition:
     """Decides and commits for one partition: one batch is decided while the one before is being committed."""
 
@@ -92,9 +56,7 @@ class Partition:
     ) -> None:
         self.keys: PartitionKeys = keys.partitions[number]
         self.number = number
-        self._partitions = len(keys.partitions)
         self._engine = engine
-        self._secret = secret
         self._clock = clock
         self._limits = Limits(settings.session_queue_max, settings.max_attempts)
         retention = Retention(settings.event_ttl * 1000, settings.record_ttl * 1000, settings.feed_length)
@@ -110,6 +72,7 @@ class Partition:
         self._last: asyncio.Future[None] | None = None
         self.in_flight: set[tuple[str, bytes]] = set()
         self.counters: dict[str, int] = {}
+        self._door = Door(engine, self.keys, len(keys.partitions), secret, self._count)
 
     def forget(self) -> None:
         """Drop what is cached: another owner may have written since."""
@@ -159,10 +122,13 @@ class Partition:
     async def _handle(self, deliveries: Sequence[Delivery], previous: asyncio.Future[None] | None, batch: int) -> None:
         """The first round may be decided while the batch before is being committed; whatever must be decided again
         waits for that one, so that the order of arrival holds."""
-        admitted = [(self._admit(delivery), delivery) for delivery in deliveries]
+        admitted = [(self._door.admit(delivery), delivery) for delivery in deliveries]
         arrived = [item for item, _ in admitted if isinstance(item, Arrived)]
+        for item in arrived:
+            self._note_completion(item)
         by_source = {item.source: delivery for item, delivery in admitted if isinstance(item, Arrived)}
         turned_away = [item for item, _ in admitted if not isinstance(item, Arrived)]
+        turned_away += [item.letter for item in arrived if item.letter is not None]
         known: set[str] = set()
         while arrived:
             try:
@@ -234,81 +200,9 @@ class Partition:
                 await self._handle([by_source[item.source]], previous, batch)
             return []
         item = arrived[0]
-        await self._retrying(self._bury(by_source[item.source], f"session {item.session_id!r}: {reason}"))
+        await self._retrying(self._door.bury(by_source[item.source], f"session {item.session_id!r}: {reason}"))
         instead = in_place_of(item.message, reason)
         return [] if instead is None else [item._replace(message=instead)]
-
-    # ---- the door: what may come in at all
-
-    def _admit(self, delivery: Delivery) -> Arrived | Removal:
-        """A readable message that may be decided on, or how to get rid of the entry."""
-        source = Source(INBOX if delivery.stream == self.keys.inbox else RESULTS, delivery.entry_id)
-        if delivery.fields is None:
-            return self._drop(delivery, "deleted_while_pending")
-        message: Any = MESSAGE_CODEC.decode_fields(delivery.fields)
-        reason = self._objection(message, source)
-        if reason is not None:
-            return self._bury(delivery, reason)
-        if isinstance(message, UnreadableTask):
-            return self._bury_task(delivery, message)
-        if isinstance(message, StartTurn):
-            return Arrived(source, Start(message, ""), message.session_id)
-        if isinstance(message, TimerFired):
-            return Arrived(source, message, message.session_id)
-        if message.token != make_token(self._secret, message.turn_id, message.call, message.attempt):
-            return self._drop(delivery, "bad_token")
-        if isinstance(message, ModelReply) or (isinstance(message, DeliveryLost) and "." not in message.call):
-            self._left_stream(message.session_id)
-        return Arrived(source, message, message.session_id)
-
-    def _objection(self, message: object, source: Source) -> str | None:
-        """Why an entry goes to the dead letters; None where it may be decided on."""
-        if isinstance(message, Unreadable):
-            return message.reason
-        is_command = isinstance(message, StartTurn)
-        if is_command != (source.stream == INBOX):
-            return f"a {getattr(message, 'type', '?')} does not belong into this stream"
-        session_id = getattr(message, "session_id", None)
-        if session_id is not None and partition_of_session(session_id, self._partitions) != self.number:
-            return f"session {session_id!r} does not belong to partition {self.number}"
-        if isinstance(message, StartTurn) and partition_of_turn(message.turn_id) != self.number:
-            return f"{message.turn_id!r} is not the id of a turn of partition {self.number}"
-        return None
-
-    def _bury(self, delivery: Delivery, reason: str) -> Removal:
-        _log.warning("message moved to the dead letters", stream=delivery.stream, reason=reason)
-        self._count("dead_letters")
-        return lambda: dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, delivery, reason=reason)
-
-    def _bury_task(self, delivery: Delivery, report: UnreadableTask) -> Removal:
-        queue = report.stream.removeprefix(self.keys.base)
-        if queue == report.stream or not is_task_queue(queue):
-            return self._bury(delivery, f"{report.stream!r} is no task stream of partition {self.number}")
-        original = Delivery(
-            report.stream, report.entry_id.encode(), {b"t": report.entry_type.encode(), b"d": report.entry_body}
-        )
-        _log.warning("task moved to the dead letters", stream=report.stream, reason=report.reason)
-        self._count("dead_letters")
-
-        async def move() -> None:
-            await dead_letter(self._engine, self.keys.dead, COORDINATOR_GROUP, original, reason=report.reason)
-            await self._acknowledge(delivery)
-
-        return move
-
-    def _drop(self, delivery: Delivery, counter: str) -> Removal:
-        """Acknowledge what is not worth a decision, and count it."""
-        self._count(counter)
-
-        async def drop() -> None:
-            await self._engine.call("HINCRBY", self.keys.stats, counter, 1)
-            await self._acknowledge(delivery)
-
-        return drop
-
-    async def _acknowledge(self, delivery: Delivery) -> None:
-        self._engine.call("XACK", delivery.stream, COORDINATOR_GROUP, delivery.entry_id)
-        await self._engine.call("XDEL", delivery.stream, delivery.entry_id)
 
     # ---- decide and commit
 
@@ -444,8 +338,12 @@ class Partition:
     def _pools(self) -> set[str]:
         return {pool for name in self._queues if (pool := pool_of_queue(name)) is not None} | {"default"}
 
-    def _left_stream(self, session_id: str) -> None:
-        cached = self._sessions.get(session_id)
+    def _note_completion(self, item: Arrived) -> None:
+        """A model task has left its stream: the window has room for another one."""
+        message = item.message
+        if not isinstance(message, ModelReply) and not (isinstance(message, DeliveryLost) and "." not in message.call):
+            return
+        cached = self._sessions.get(item.session_id)
         turn = cached.state.turn if cached else None
         plan = self._plans.get(turn.plan_id) if turn else None
         if plan is not None:
