@@ -29,7 +29,6 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 TYPE_FIELD = b"t"
 BODY_FIELD = b"d"
 VERSION_FIELD = b"v"
-TIME_FIELD = b"at"
 
 _ENCODE_JSON = msgspec.json.Encoder().encode
 _ENCODE_MSGPACK = msgspec.msgpack.Encoder().encode

@@ -41,8 +41,6 @@ class Link(asyncio.Protocol):
         self._transport: Any = None
         self._watchdog: asyncio.TimerHandle | None = None
         self.closed = self._loop.create_future()
-        self.commands_sent = 0
-        self.flushes = 0
 
     def attach(self, transport: Any) -> None:
         self._transport = transport
@@ -105,8 +103,6 @@ class Link(asyncio.Protocol):
 
     def _flush(self) -> None:
         if self._buffer and self.is_open:
-            self.commands_sent += len(self._buffer)
-            self.flushes += 1
             self._transport.write(b"".join(self._buffer))
         self._buffer.clear()
 
@@ -203,10 +199,6 @@ class Engine:
         """Where the engine is, without its password."""
         scheme, separator, rest = self.url.partition("://")
         return scheme + separator + rest.rpartition("@")[2]
-
-    @property
-    def commands_sent(self) -> int:
-        return self._shared.commands_sent if self._shared else 0
 
     async def _open_transport(self) -> tuple[Any, Any]:
         try:

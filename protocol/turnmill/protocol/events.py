@@ -289,5 +289,8 @@ Event: TypeAlias = (
 )
 
 EVENTS: tuple[type[EventBody], ...] = get_args(Event)
-LIVE_EVENT_TYPES = frozenset({"text.delta", "reasoning.delta", "tool_call.started", "tool_call.delta"})
+LIVE_EVENTS = (TextDelta, ReasoningDelta, ToolCallStarted, ToolCallDelta)
+LIVE_EVENT_TYPES = frozenset(kind.type for kind in LIVE_EVENTS)
+ENDED_STATUSES = frozenset({"finished", "failed", "aborted"})
+"""What a turn's record says once it has ended."""
 TERMINAL_EVENT_TYPES = frozenset({"turn.finished", "turn.failed"})

@@ -9,7 +9,7 @@ token. A result must echo all three: they are the fence against what comes late,
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
@@ -46,6 +46,9 @@ class StartTurn(Body, frozen=True, kw_only=True):
         return plain and not self.metadata and not self.overrides and not self.messages[0].metadata
 
 
+A = TypeVar("A", bound="Addressed")
+
+
 class Addressed(Body, frozen=True, kw_only=True):
     """What ties tasks and results to one attempt at one call."""
 
@@ -54,6 +57,17 @@ class Addressed(Body, frozen=True, kw_only=True):
     call: str
     attempt: int
     token: str = ""
+
+    def answer(self, kind: type[A], **fields: Any) -> A:
+        """A message of another kind in the name of this one: the same address, with its own fields."""
+        return kind(
+            session_id=self.session_id,
+            turn_id=self.turn_id,
+            call=self.call,
+            attempt=self.attempt,
+            token=self.token,
+            **fields,
+        )
 
 
 class ModelTask(Addressed, frozen=True, kw_only=True):

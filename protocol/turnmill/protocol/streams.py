@@ -97,7 +97,6 @@ class GroupReader:
         self._consumer = consumer
         self._link: Link | None = None
         self._client_id: int | None = None
-        self.losses = 0
 
     async def read(self, streams: Sequence[str], count: int, block_ms: int) -> list[Delivery]:
         """Up to `count` new entries of each stream; an empty list after `block_ms`, or when the engine came back."""
@@ -143,7 +142,6 @@ class GroupReader:
         return self._link
 
     def _lost(self) -> None:
-        self.losses += 1
         self._link = None
 
     async def _repair(self, error: EngineReplyError, streams: Sequence[str]) -> None:
@@ -180,6 +178,17 @@ async def pending_ids(engine: Engine, stream: str, group: str, consumer: str, kn
             return set()
         raise
     return {entry[0] for entry in entries}
+
+
+def append_message(engine: Engine, stream: str, kind: str, body: bytes) -> asyncio.Future[Any]:
+    """Add a message to a stream; the future gives its entry's id."""
+    return engine.call("XADD", stream, "*", "t", kind, "d", body)
+
+
+async def acknowledge(engine: Engine, delivery: Delivery, group: str) -> None:
+    """Done with an entry: out of the pending list and out of its stream."""
+    engine.call("XACK", delivery.stream, group, delivery.entry_id)
+    await engine.call("XDEL", delivery.stream, delivery.entry_id)
 
 
 async def read_entry(engine: Engine, stream: str, entry_id: bytes) -> Delivery:
@@ -243,7 +252,7 @@ class Completer:
         call("MULTI")
         done: dict[str, list[bytes]] = {}
         for completion in completions:
-            call("XADD", completion.results, "*", "t", completion.kind, "d", completion.body)
+            append_message(self._engine, completion.results, completion.kind, completion.body)
             done.setdefault(completion.delivery.stream, []).append(completion.delivery.entry_id)
         for stream, ids in done.items():
             call("XACK", stream, WORKER_GROUP, *ids)
@@ -256,9 +265,7 @@ class Completer:
             while isinstance(reply, Exception):
                 await asyncio.sleep(0.2)
                 try:
-                    reply = await self._engine.call(
-                        "XADD", completion.results, "*", "t", completion.kind, "d", completion.body
-                    )
+                    reply = await append_message(self._engine, completion.results, completion.kind, completion.body)
                 except EngineReplyError as error:
                     reply = error
 
@@ -296,6 +303,16 @@ class ChannelEvent(NamedTuple):
     kind: bytes
     at_ms: int
     body: bytes
+
+
+async def read_channel(engine: Engine, channel: str, after: int, count: int) -> list[ChannelEvent]:
+    """The stored events of a channel behind a number, up to `count`."""
+    entries = await engine.call("XRANGE", channel, f"0-{after + 1}", "+", "COUNT", count)
+    events = []
+    for entry_id, fields in entries:
+        values = pairs(fields)
+        events.append(ChannelEvent(int(entry_id[2:]), values[b"t"], int(values.get(b"at", 0)), values[b"d"]))
+    return events
 
 
 def parse_publication(payload: bytes) -> list[ChannelEvent]:

@@ -12,15 +12,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from turnmill.protocol.connection import Engine, SubscriberLink, pairs
+from turnmill.protocol.connection import Engine, SubscriberLink
 from turnmill.protocol.errors import EngineUnavailable
 from turnmill.protocol.events import TERMINAL_EVENT_TYPES
-from turnmill.protocol.streams import ChannelEvent, parse_publication
+from turnmill.protocol.streams import ChannelEvent, parse_publication, read_channel
 
 _BUFFERED_EVENTS_MAX = 1000
 _READ_COUNT = 500
 _SILENCE_SECONDS = 5.0
-_TERMINAL = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
+TERMINAL_KINDS = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
 
 
 class ChannelExpiredError(Exception):
@@ -88,7 +88,7 @@ class Channels:
                 while events:
                     cursor = events[-1].number
                     yield events
-                    if events[-1].kind in _TERMINAL:
+                    if events[-1].kind in TERMINAL_KINDS:
                         return
                     if len(events) < _READ_COUNT:
                         break
@@ -98,7 +98,7 @@ class Channels:
                 while events := await self._published(follower, cursor):
                     cursor = events[-1].number
                     yield events
-                    if events[-1].kind in _TERMINAL:
+                    if events[-1].kind in TERMINAL_KINDS:
                         return
         finally:
             self._remove(name, follower)
@@ -117,18 +117,13 @@ class Channels:
         while True:
             follower.overflowed = False
             try:
-                entries = await self._engine.call("XRANGE", channel, f"0-{cursor + 1}", "+", "COUNT", _READ_COUNT)
+                events = await read_channel(self._engine, channel, cursor, _READ_COUNT)
                 break
             except EngineUnavailable:
                 await self._engine.ready()
-        events = []
-        for entry_id, fields in entries:
-            number = int(entry_id[2:])
-            if number != cursor + 1:
-                raise ChannelExpiredError(f"events {cursor + 1} to {number - 1} of {channel} were removed")
-            cursor = number
-            values = pairs(fields)
-            events.append(ChannelEvent(number, values[b"t"], int(values.get(b"at", 0)), values[b"d"]))
+        for expected, event in enumerate(events, cursor + 1):
+            if event.number != expected:
+                raise ChannelExpiredError(f"events {expected} to {event.number - 1} of {channel} were removed")
         return events
 
     async def _published(self, follower: _Follower, cursor: int) -> list[ChannelEvent]:

@@ -18,6 +18,7 @@ from turnmill.protocol.messages import StartTurn
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings, load_settings
 from turnmill.protocol.specs import ToolSpec
+from turnmill.protocol.streams import append_message
 
 from .channel import Channels
 from .definitions import Agent, TurnOptions
@@ -96,7 +97,7 @@ class Client:
         except (TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
             raise DefinitionError(f"the turn cannot be sent: {error}") from error
         keys = self.keys.of_turn(command.turn_id)
-        await self.engine.call("XADD", keys.inbox, "*", "t", command.type, "d", body)
+        await append_message(self.engine, keys.inbox, command.type, body)
 
     async def is_submitted(self, turn_id: str) -> bool:
         """Whether the command that starts a turn waits in its partition's inbox, not read by a coordinator yet."""

@@ -25,7 +25,7 @@ from turnmill.protocol.keys import (
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import Addressed, ModelReply, StartTurn, TimerFired, ToolReply, UnreadableTask
 from turnmill.protocol.namespace import make_token
-from turnmill.protocol.streams import Delivery, dead_letter
+from turnmill.protocol.streams import Delivery, acknowledge, dead_letter
 
 from .machine import Input, Start
 from .store import INBOX, RESULTS, Source
@@ -46,15 +46,7 @@ def in_place_of(message: Input, reason: str) -> Input | None:
         case Start(problem=None):
             return Start(msgspec.structs.replace(message.command, messages=[], metadata={}, overrides={}), "", error)
         case ModelReply(error=None) | ToolReply(error=None):
-            kind = type(message)
-            return kind(
-                session_id=message.session_id,
-                turn_id=message.turn_id,
-                call=message.call,
-                attempt=message.attempt,
-                token=message.token,
-                error=error,
-            )
+            return message.answer(type(message), error=error)
         case _:
             return None
 
@@ -109,15 +101,7 @@ class Door:
         if kind is None or address is None or not self._is_genuine(address):
             return None
         error = ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=f"the worker's answer could not be read: {reason}")
-        reply = kind(
-            session_id=address.session_id,
-            turn_id=address.turn_id,
-            call=address.call,
-            attempt=address.attempt,
-            token=address.token,
-            error=error,
-        )
-        return Arrived(source, reply, address.session_id, self.bury(delivery, reason))
+        return Arrived(source, address.answer(kind, error=error), address.session_id, self.bury(delivery, reason))
 
     def _is_genuine(self, address: Addressed) -> bool:
         """Whether it comes from here, and belongs here."""
@@ -173,5 +157,4 @@ class Door:
         return drop
 
     async def _acknowledge(self, delivery: Delivery) -> None:
-        self._engine.call("XACK", delivery.stream, COORDINATOR_GROUP, delivery.entry_id)
-        await self._engine.call("XDEL", delivery.stream, delivery.entry_id)
+        await acknowledge(self._engine, delivery, COORDINATOR_GROUP)

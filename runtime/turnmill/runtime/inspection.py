@@ -13,10 +13,10 @@ from turnmill.protocol.connection import Engine, pairs
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.events import TurnSummary
 from turnmill.protocol.keys import Keys, PartitionKeys
-from turnmill.protocol.streams import ChannelEvent
+from turnmill.protocol.streams import ChannelEvent, read_channel
 
 STATES = ("queued", "running", "suspended", "finished", "failed", "aborted")
-ENDED = frozenset({"finished", "failed", "aborted"})
+_PAGE = 1000
 _CHUNK = 200
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
 _decode_error = msgspec.json.Decoder(ErrorInfo).decode
@@ -63,11 +63,9 @@ async def read_events(engine: Engine, keys: Keys, turn_id: str) -> list[ChannelE
     events: list[ChannelEvent] = []
     while True:
         after = events[-1].number if events else 0
-        entries = await engine.call("XRANGE", channel, f"0-{after + 1}", "+", "COUNT", 1000)
-        for entry_id, fields in entries:
-            values = pairs(fields)
-            events.append(ChannelEvent(int(entry_id[2:]), values[b"t"], int(values.get(b"at", 0)), values[b"d"]))
-        if len(entries) < 1000:
+        page = await read_channel(engine, channel, after, _PAGE)
+        events += page
+        if len(page) < _PAGE:
             return events
 
 

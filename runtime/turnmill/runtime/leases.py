@@ -49,10 +49,6 @@ class PartitionLeases:
         horizon = asyncio.get_running_loop().time() + for_seconds
         return [number for number in sorted(self._ready) if self._valid_until.get(number, 0.0) > horizon]
 
-    @property
-    def held(self) -> set[int]:
-        return set(self._valid_until)
-
     async def beat(self) -> None:
         """Renew what is held, take what is free up to the share, give back what is beyond it."""
         await self._clock.synchronize()

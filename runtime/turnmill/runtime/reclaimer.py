@@ -19,7 +19,14 @@ from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, pool_of_queu
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import CallWaiting, ToolTask
 from turnmill.protocol.namespace import ServerClock
-from turnmill.protocol.streams import TAKE_LOST_DELIVERY, Delivery, create_groups, is_group_missing, pending_ids
+from turnmill.protocol.streams import (
+    TAKE_LOST_DELIVERY,
+    Delivery,
+    append_message,
+    create_groups,
+    is_group_missing,
+    pending_ids,
+)
 
 from .partition import Partition
 
@@ -144,15 +151,8 @@ class Reclaimer:
         if self._announced.get((stream, entry_id)) is expired:
             return
         self._announced[stream, entry_id] = expired
-        finding = CallWaiting(
-            session_id=task.session_id,
-            turn_id=task.turn_id,
-            call=task.call,
-            attempt=task.attempt,
-            token=task.token,
-            expired=expired,
-        )
-        await self._engine.call("XADD", partition.keys.results, "*", "t", finding.type, "d", encode_body(finding))
+        finding = task.answer(CallWaiting, expired=expired)
+        await append_message(self._engine, partition.keys.results, finding.type, encode_body(finding))
 
     async def _consumers(self, stream: str, group: str) -> list[dict[str, Any]]:
         reply = await self._engine.call("XINFO", "CONSUMERS", stream, group)

@@ -10,6 +10,7 @@ import msgspec
 from turnmill.protocol.content import ErrorInfo, Termination, ToolCall, ToolResult, Usage
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import (
+    LIVE_EVENTS,
     Event,
     ReasoningDelta,
     StepFinished,
@@ -43,7 +44,7 @@ GRACE_SECONDS = 5.0
 """How long a worker's own deadline may pass before the machine's takes its place."""
 
 _LIVE: dict[str, type[TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta]] = {
-    kind.type: kind for kind in (TextDelta, ReasoningDelta, ToolCallStarted, ToolCallDelta)
+    kind.type: kind for kind in LIVE_EVENTS
 }
 
 

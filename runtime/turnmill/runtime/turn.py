@@ -12,8 +12,8 @@ from turnmill.protocol.connection import pairs
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import TurnAbortedError, TurnFailedError, TurnLostError
 from turnmill.protocol.events import (
+    ENDED_STATUSES,
     EVENTS,
-    TERMINAL_EVENT_TYPES,
     Event,
     StepFinished,
     StepReset,
@@ -26,14 +26,14 @@ from turnmill.protocol.events import (
 )
 from turnmill.protocol.streams import ChannelEvent
 
-from .channel import ChannelExpiredError
+from .channel import TERMINAL_KINDS, ChannelExpiredError
 from .definitions import Agent, TurnOptions
 from .results import SeenStep, TurnResult, build_result, step_result, unpack_message
 
 if TYPE_CHECKING:
     from .client import Client
 
-_TERMINAL = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
+_ENDED = frozenset(status.encode() for status in ENDED_STATUSES)
 EVENT_TYPES = frozenset(kind.type for kind in EVENTS)
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
 _decode_error = msgspec.json.Decoder(ErrorInfo).decode
@@ -74,7 +74,7 @@ class Turn:
     @property
     def done(self) -> bool:
         """Whether this handle has seen the turn end."""
-        return self._status in ("finished", "failed", "aborted")
+        return self._status in ENDED_STATUSES
 
     @property
     def aborted(self) -> bool:
@@ -139,7 +139,7 @@ class Turn:
         """Wait for the end. Raises `TurnFailedError` or `TurnAbortedError` with what the turn had by then."""
         async for piece in self._raw_events(0, skip=not self._is_new):
             raw = piece[-1]
-            if raw.kind in _TERMINAL:
+            if raw.kind in TERMINAL_KINDS:
                 event = event_from_wire(raw.kind, raw.body)
                 assert isinstance(event, TurnFinished | TurnFailed)
                 self._note(event)
@@ -158,7 +158,7 @@ class Turn:
             raise ValueError(f"after={after!r}: the number of the last event seen, 0 for all")
         if isinstance(types, str) or not EVENT_TYPES.issuperset(types or ()):
             raise ValueError(f"types={types!r}: a collection of event types, such as {{'text.delta'}}")
-        chosen = None if types is None else {*(kind.encode() for kind in types), *_TERMINAL}
+        chosen = None if types is None else {*(kind.encode() for kind in types), *TERMINAL_KINDS}
         seen = SeenStep(complete=after == 0 and types is None)
         async for piece in self._raw_events(after):
             decoded: list[tuple[int, Event]] = []
@@ -183,7 +183,7 @@ class Turn:
         existing = not self._is_new
         if existing and not await self._client.engine.call("EXISTS", self._keys.events(self.id)):
             record = await self._record()
-            if record.get(b"status") in (b"finished", b"failed", b"aborted"):
+            if record.get(b"status") in _ENDED:
                 yield [await self._gap(record)]
                 return
             existing = False
@@ -207,7 +207,7 @@ class Turn:
 
     async def _ended(self) -> bool:
         record = await self._record()
-        return record.get(b"status") in (b"finished", b"failed", b"aborted")
+        return record.get(b"status") in _ENDED
 
     async def _record(self) -> dict[bytes, bytes]:
         """The turn's record; empty while its command waits in the inbox."""

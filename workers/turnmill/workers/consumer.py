@@ -38,6 +38,7 @@ from turnmill.protocol.streams import (
     Completer,
     Delivery,
     GroupReader,
+    acknowledge,
     create_groups,
     is_transient,
     pending_ids,
@@ -79,15 +80,9 @@ Handler = Callable[[Any, int], Awaitable[Body]]
 
 def failure_of(task: Task, error: ErrorInfo) -> ModelReply | ToolReply:
     """The result of a task that could not be run at all."""
-    kind = ModelReply if isinstance(task, ModelTask) else ToolReply
-    return kind(
-        session_id=task.session_id,
-        turn_id=task.turn_id,
-        call=task.call,
-        attempt=task.attempt,
-        token=task.token,
-        error=error,
-    )
+    if isinstance(task, ModelTask):
+        return task.answer(ModelReply, error=error)
+    return task.answer(ToolReply, error=error)
 
 
 class Consumer:
@@ -303,8 +298,7 @@ class Consumer:
 
     async def _acknowledge(self, delivery: Delivery) -> None:
         with contextlib.suppress(EngineError):  # else it is found pending, and run into the same answer
-            self._engine.call("XACK", delivery.stream, WORKER_GROUP, delivery.entry_id)
-            await self._engine.call("XDEL", delivery.stream, delivery.entry_id)
+            await acknowledge(self._engine, delivery, WORKER_GROUP)
 
     # ---- beat
 

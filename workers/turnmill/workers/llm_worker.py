@@ -72,9 +72,7 @@ class LLMWorker:
             await self._providers.close()
 
     async def _handle(self, task: ModelTask, partition: int) -> ModelReply:
-        reply = ModelReply(
-            session_id=task.session_id, turn_id=task.turn_id, call=task.call, attempt=task.attempt, token=task.token
-        )
+        reply = task.answer(ModelReply)
         remaining_seconds = (task.deadline_ms - self.consumer.clock.now_ms()) / 1000
         if remaining_seconds <= 0:
             # It waited too long for a worker: the machine has gone on to the next attempt, or given up.

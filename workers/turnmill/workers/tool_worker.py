@@ -10,12 +10,13 @@ import msgspec
 
 from turnmill.protocol.codec import WireFormat, encode_body
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.content import ErrorInfo, ToolResult
+from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import EngineError, ErrorKind
 from turnmill.protocol.keys import Keys, tool_queue
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ToolProgress, ToolReply, ToolTask
 from turnmill.protocol.settings import Settings
+from turnmill.protocol.streams import append_message
 from turnmill.protocol.values import unpack_value
 
 from .consumer import Consumer
@@ -88,12 +89,14 @@ class ToolWorker:
         except Exception as error:
             # A fault of ours must cost one call: a task without an answer would be found pending and fail again.
             _log.exception("tool call failed", tool=task.tool, turn=task.turn_id, call=task.call)
-            return _reply(task, error=ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}"))
+            return task.answer(
+                ToolReply, error=ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}")
+            )
 
     async def _call(self, task: ToolTask, partition: int) -> ToolReply:
         tool = self.tools.get(task.tool)
         if tool is None:
-            return _reply(task, error=self._unknown(task))
+            return task.answer(ToolReply, error=self._unknown(task))
         slots = self._slots.get(task.tool)
         if slots is None:
             return await self._run(tool, task, partition)
@@ -103,7 +106,7 @@ class ToolWorker:
     async def _run(self, tool: Tool[..., Any], task: ToolTask, partition: int) -> ToolReply:
         if self.consumer.clock.now_ms() > task.start_by_ms:
             text = f"the call could not be started within its start timeout of {tool.spec.start_timeout_seconds:g} s"
-            return _reply(task, error=ErrorInfo(kind=ErrorKind.TIMEOUT, message=text))
+            return task.answer(ToolReply, error=ErrorInfo(kind=ErrorKind.TIMEOUT, message=text))
         cancelled = AbortSignal()
         context = ToolContext(
             tool_call_id=task.tool_call_id,
@@ -125,7 +128,9 @@ class ToolWorker:
             cancelled.set("the call has ended")
         if outcome.exception is not None:
             _log.info("tool failed", tool=task.tool, turn=task.turn_id, call=task.call, error=repr(outcome.exception))
-        return _reply(task, result=outcome.result, error=outcome.error, duration_seconds=outcome.duration_seconds)
+        return task.answer(
+            ToolReply, result=outcome.result, error=outcome.error, duration_seconds=outcome.duration_seconds
+        )
 
     def _unknown(self, task: ToolTask) -> ErrorInfo:
         known = ", ".join(sorted(self.tools)) or "none"
@@ -138,19 +143,10 @@ class ToolWorker:
     async def send_progress(
         self, task: ToolTask, partition: int, sequence: int, message: str, data: dict[str, Any]
     ) -> None:
-        progress = ToolProgress(
-            session_id=task.session_id,
-            turn_id=task.turn_id,
-            call=task.call,
-            attempt=task.attempt,
-            token=task.token,
-            sequence=sequence,
-            message=message,
-            data=data,
-        )
+        progress = task.answer(ToolProgress, sequence=sequence, message=message, data=data)
         results = self._keys.partitions[partition].results
         try:
-            await self._engine.call("XADD", results, "*", "t", progress.type, "d", encode_body(progress, self._wire))
+            await append_message(self._engine, results, progress.type, encode_body(progress, self._wire))
         except EngineError as error:
             # Progress informs; a tool does not fail because nobody could be told.
             _log.warning("progress not sent", turn=task.turn_id, call=task.call, error=str(error))
@@ -170,22 +166,3 @@ class _ProgressSender:
     async def __call__(self, message: str, data: dict[str, Any]) -> None:
         self._sequence += 1
         await self._worker.send_progress(self._task, self._partition, self._sequence, message, data)
-
-
-def _reply(
-    task: ToolTask,
-    *,
-    result: ToolResult | None = None,
-    error: ErrorInfo | None = None,
-    duration_seconds: float = 0.0,
-) -> ToolReply:
-    return ToolReply(
-        session_id=task.session_id,
-        turn_id=task.turn_id,
-        call=task.call,
-        attempt=task.attempt,
-        token=task.token,
-        result=result,
-        error=error,
-        duration_seconds=duration_seconds,
-    )

@@ -94,8 +94,10 @@ async def _attach(client: Client, turn_id: str) -> Turn:
 
 async def _tail_session(settings: Settings, session_id: str, as_json: bool) -> int:
     """The session's running turn, or its latest one; then every turn that it starts."""
+    from turnmill.protocol.events import ENDED_STATUSES
+
     from ..feed import feed_ends, follow_feed
-    from ..inspection import ENDED, turns_of_session
+    from ..inspection import turns_of_session
     from .attachment import attached_client
     from .lookup import checked_session
 
@@ -104,7 +106,7 @@ async def _tail_session(settings: Settings, session_id: str, as_json: bool) -> i
         keys = client.keys.of_session(session_id)
         cursors = await feed_ends(client.engine, client.keys)
         records = await turns_of_session(client.engine, client.keys, session_id)
-        running = [record for record in records if record.state not in ENDED | {"queued"}]
+        running = [record for record in records if record.state not in ENDED_STATUSES | {"queued"}]
         shown: set[str] = set()
         for record in (running or records)[:1]:
             await _show_one(client, record.turn_id, shown, as_json)
