@@ -19,6 +19,7 @@ import pytest
 from support import crash_app
 from support.stage import APP, PATIENCE_SECONDS, Stage, call, open_stage, told
 from support.waiting import wait_until_async
+from turnmill.protocol.abort_signal import AbortSignal
 from turnmill.protocol.codec import encode_body
 from turnmill.protocol.content import ToolCall, ToolResult
 from turnmill.protocol.keys import WORKER_GROUP, partition_of_session
@@ -207,7 +208,7 @@ async def test_a_frozen_reader_starts_only_what_is_still_its_own(
     """AC-10: its read was answered while it was frozen, and the entry has been given to a retry since."""
     started: list[str] = []
 
-    async def handler(task: ToolTask, _partition: int) -> ToolReply:
+    async def handler(task: ToolTask, _partition: int, _cancelled: AbortSignal) -> ToolReply:
         started.append(task.call)
         return ToolReply(session_id=task.session_id, turn_id=task.turn_id, call=task.call, attempt=task.attempt)
 

@@ -21,6 +21,7 @@ import redis.asyncio
 from apps import lifecycle as app
 from support.fleet import Fleet
 from support.waiting import wait_until_async
+from turnmill.protocol import subscription
 from turnmill.protocol.codec import event_to_dict
 from turnmill.protocol.content import (
     ErrorInfo,
@@ -36,7 +37,6 @@ from turnmill.protocol.content import (
 )
 from turnmill.protocol.events import Event
 from turnmill.runtime import Agent, Turn, TurnFailedError, TurnLostError, TurnOptions, step_count_is
-from turnmill.runtime import channel as channel_module
 from turnmill.runtime.client import Client
 from turnmill.workers.providers.scripted import Call, Reply
 
@@ -579,7 +579,7 @@ async def test_the_hosts_error_is_returned_and_the_session_stays_usable(
 async def test_a_tail_from_now_on_misses_nothing_however_long_the_pause(
     client: Client, fleet: Fleet, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # AC-30
-    monkeypatch.setattr(channel_module, "_SILENCE_SECONDS", 0.05)  # many looks in one pause
+    monkeypatch.setattr(subscription, "SILENCE_SECONDS", 0.05)  # many looks in one pause
     turn = await ask(client, calling(*[Call("gated", {"gate": f"{gate}{number}"}) for number in range(3)]))
     last = await seen(turn, "tool_execution.started")
     tail = asyncio.create_task(_numbers(client.attach(turn.id), last))

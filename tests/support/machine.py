@@ -30,6 +30,7 @@ from turnmill.protocol.content import (
 )
 from turnmill.protocol.events import TERMINAL_EVENT_TYPES, Event
 from turnmill.protocol.messages import (
+    Answer,
     CallWaiting,
     DeliveryLost,
     ModelReply,
@@ -43,14 +44,20 @@ from turnmill.protocol.messages import (
 from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec
 from turnmill.runtime.effects import (
     Append,
+    Cancel,
     Count,
     Decision,
+    DeleteSession,
     DispatchModel,
     DispatchTool,
     Feed,
     Index,
+    Keep,
     Publish,
     Record,
+    Replace,
+    Reply,
+    Send,
     SetTimer,
 )
 from turnmill.runtime.machine import Input, Limits, Start, advance
@@ -83,6 +90,12 @@ class Session:
         self.index: list[str] = []
         self.feed: list[Feed] = []
         self.tasks: list[ModelTask | ToolTask] = []
+        self.replacements: list[Message] = []
+        self.sent: list[Any] = []
+        self.cancelled: dict[str, str] = {}
+        self.answers: dict[str, list[Answer]] = {}
+        self.kept: list[str] = []
+        self.is_deleted = False
         self.counters: dict[str, int] = {}
         self.last = Decision(self.state, [])
         self.submitted = 0
@@ -231,6 +244,21 @@ class Session:
                 self._publish(effect)
             case Append(message):
                 self.transcript.append(message)
+            case Replace(message):
+                self.replacements.append(message)
+            case Send(message):
+                self.sent.append(message)
+            case Cancel():
+                self.cancelled[effect.turn_id] = effect.reason
+            case Reply(request_id, answer):
+                self.answers.setdefault(request_id, []).append(answer)
+            case Keep(keys):
+                self.kept += keys
+            case DeleteSession():
+                self.transcript.clear()
+                self.replacements.clear()
+                self.kept.clear()
+                self.is_deleted = True
             case DispatchModel(task):
                 self._dispatch_model(task)
             case DispatchTool(task):
@@ -283,7 +311,8 @@ class Session:
             assert not state.queue, "a turn waits for nobody"
             assert self.timer_ms is None, "a timer is left behind"
             return
-        assert self.timer_ms is not None, "a live turn has no timer: nothing would wake it"
+        if turn.phase != "suspended":
+            assert self.timer_ms is not None, "a live turn has no timer: nothing would wake it"
         assert turn.calls or turn.phase != "tools", "a step waits for no call"
 
 

@@ -18,7 +18,7 @@ import msgspec
 from .content import Message
 from .errors import MessageTooLarge
 from .events import EVENTS, Event, EventBody
-from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, Addressed, AnyMessage, Body
+from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, Addressed, Answer, AnyMessage, Body
 from .values import pack_value, unpack_value
 
 WireFormat: TypeAlias = Literal["json", "msgpack"]
@@ -115,11 +115,14 @@ MESSAGE_CODEC: Codec[Any] = Codec((*COMMANDS, *RESULTS, *FINDINGS))
 """What the coordinator reads."""
 TASK_CODEC: Codec[Any] = Codec(TASKS)
 """What workers read."""
+ANSWER_CODEC: Codec[Any] = Codec((Answer,))
+"""What whoever sent a command reads."""
 EVENT_CODEC: Codec[Any] = Codec(EVENTS)
 """What watchers read."""
 
 _EVENT_BY_TYPE: dict[str, type[EventBody]] = {kind.type: kind for kind in EVENTS}
-_MESSAGE_BY_TYPE: dict[str, type[Body]] = {kind.type: kind for kind in (*COMMANDS, *TASKS, *RESULTS, *FINDINGS)}
+_MESSAGE_KINDS: tuple[type[Body], ...] = (*COMMANDS, *TASKS, *RESULTS, *FINDINGS, Answer)
+_MESSAGE_BY_TYPE: dict[str, type[Body]] = {kind.type: kind for kind in _MESSAGE_KINDS}
 
 
 def event_to_wire(event: Event, wire: WireFormat = "json") -> tuple[bytes, bytes]:
@@ -162,7 +165,7 @@ def message_from_dict(data: Mapping[str, Any]) -> AnyMessage:
     return cast("AnyMessage", _map_free(msgspec.convert(body, kind), unpack_value))
 
 
-_FREE_FIELDS = frozenset({"result", "data", "arguments", "metadata", "overrides"})
+_FREE_FIELDS = frozenset({"result", "data", "arguments", "metadata", "overrides", "signals"})
 S = TypeVar("S")
 
 

@@ -6,6 +6,7 @@ everywhere. A message's `content` is a string or a list of parts; the parts form
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -26,6 +27,45 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(**{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__})
+
+
+class Cost(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What a provider call cost, as decimal strings on the wire. An unknown part is absent, never 0."""
+
+    currency: str = "USD"
+    input: Decimal | None = None
+    output: Decimal | None = None
+    total: Decimal | None = None
+    source: str = ""
+    """provider (it told the cost itself), settings (turnmill.toml) or the name of the price list."""
+
+    def __add__(self, other: Cost) -> Cost:
+        """Both together. A part that one of them lacks is the other's; costs in two currencies have no sum."""
+        if self.currency != other.currency:
+            return Cost(currency="", source="mixed")
+        return Cost(
+            currency=self.currency,
+            input=_sum(self.input, other.input),
+            output=_sum(self.output, other.output),
+            total=_sum(self.total, other.total),
+            source=self.source if self.source == other.source else "mixed",
+        )
+
+
+def _sum(one: Decimal | None, other: Decimal | None) -> Decimal | None:
+    return other if one is None else one if other is None else one + other
+
+
+class AttemptUsage(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What is known of one provider call that gave no answer: it failed and was repeated, or was stopped."""
+
+    step: int
+    attempt: int
+    outcome: str
+    """The kind of its error, such as `rate_limited` or `aborted`."""
+    usage: Usage | None = None
+    cost: Cost | None = None
+    model: str | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -50,8 +90,11 @@ class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     media_type: str | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text", omit_defaults=True):
+    """A text; a large one that is not the model's own stands in `blob`, with an empty `text`."""
+
     text: str
+    blob: BlobRef | None = None
 
 
 class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image", omit_defaults=True, kw_only=True):
@@ -107,7 +150,11 @@ Part: TypeAlias = TextPart | ImagePart | FilePart | ReasoningPart | ToolCallPart
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One entry of a transcript. `turn_id`, `step`, `usage`, `finish_reason` and `model` stand on assistant messages."""
+    """One entry of a transcript. `usage`, `cost`, `finish_reason`, `model` and `attempt` stand on assistant messages.
+
+    `metadata` of the runtime's own messages says why they are there: `{"turnmill": "interrupted"}` for an answer that
+    was stopped, `loop_guard`, `output_repair` and `summary` for what the model is told.
+    """
 
     role: Role
     content: str | list[Part]
@@ -117,6 +164,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     finish_reason: str | None = None
     model: str | None = None
     metadata: dict[str, Any] = {}
+    cost: Cost | None = None
+    attempt: int = 1
 
     @property
     def text(self) -> str:
@@ -144,8 +193,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Termination(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Why a turn ended. `kind` is one of completed, step_limit, stop_condition, hook_stop, tool_terminated, aborted,
-    failed; the other fields say more where they apply."""
+    """Why a turn ended. `kind` is one of completed, step_limit, stop_condition, hook_stop, tool_terminated,
+    repeated_tool_error, aborted, failed; the other fields say more where they apply."""
 
     kind: str
     provider_finish_reason: str | None = None
@@ -168,3 +217,5 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     retryable: bool = False
     retry_after_seconds: float | None = None
     status: int | None = None
+    pending: list[str] = []
+    """The ids of the calls that a turn waits for, where that is why something was refused."""

@@ -10,6 +10,10 @@ TurnmillError
 │   ├── EngineReplyError   it answered a command with an error
 │   └── EngineUnsuitable   too old, or set up in a way that loses work
 ├── Superseded             this attempt was replaced: stop, and say nothing
+├── CommandRefusedError    a command that does not fit its turn or session; `kind` and `pending` say what it waits for
+│   ├── TurnEndedError     the turn has ended already
+│   ├── SessionBusyError   another turn is live, and `on_busy` says reject
+│   └── IdempotencyConflictError  the key was used with another body
 └── TurnError              a turn's end, with what it had by then; raised by `Turn.result()`
     ├── TurnFailedError
     ├── TurnAbortedError
@@ -43,6 +47,22 @@ class ErrorKind(StrEnum):
     MESSAGE_TOO_LARGE = "message_too_large"
     STATE_LOST = "state_lost"
     INTERNAL = "internal"
+    ABORTED = "aborted"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    SESSION_BUSY = "session_busy"
+    SESSION_EXISTS = "session_exists"
+    TOOL_RESULTS_REQUIRED = "tool_results_required"
+    APPROVAL_REQUIRED = "approval_required"
+    UNKNOWN_TOOL_RESULT = "unknown_tool_result"
+    NO_PENDING_TOOLS = "no_pending_tools"
+    NO_PENDING_APPROVAL = "no_pending_approval"
+    STEERING_FULL = "steering_full"
+    TURN_ENDED = "turn_ended"
+    IDEMPOTENCY_CONFLICT = "idempotency_conflict"
+    HOOK_FAILED = "hook_failed"
+    REPEATED_TOOL_ERROR = "repeated_tool_error"
+    OUTPUT_INVALID = "output_invalid"
+    SUB_TURN_LIMIT = "sub_turn_limit"
 
 
 class TurnmillError(Exception):
@@ -85,13 +105,44 @@ class Superseded(TurnmillError):
     """The attempt was replaced by another one, or its turn has ended."""
 
 
+class CommandRefusedError(TurnmillError):
+    """A command changed nothing. `kind` is an `ErrorKind`; `pending` are the ids of the calls that the turn waits for."""
+
+    def __init__(self, message: str, *, kind: str, turn_id: str = "", pending: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.turn_id = turn_id
+        self.pending = pending
+
+
+class TurnEndedError(CommandRefusedError, RuntimeError):
+    """The turn has ended: nothing can be said to it any more."""
+
+
+class SessionBusyError(CommandRefusedError):
+    """Another turn is live on the session, and the new one was not to wait."""
+
+
+class IdempotencyConflictError(CommandRefusedError):
+    """The idempotency key was used before, with another body."""
+
+
 class TurnError(TurnmillError):
-    """A turn that gave no result. `result` is what it had by then (a `TurnResult`), `termination` says why it ended."""
+    """A turn that gave no result. `result` is what it had by then (a `TurnResult`), `termination` says why it ended,
+    `pending` which calls the session's live turn waits for, where that is why."""
 
     def __init__(
-        self, message: str, *, turn_id: str, error_type: str, termination: Any = None, result: Any = None
+        self,
+        message: str,
+        *,
+        turn_id: str,
+        error_type: str,
+        termination: Any = None,
+        result: Any = None,
+        pending: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
+        self.pending = pending
         self.turn_id = turn_id
         self.error_type = error_type
         self.termination = termination

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
-from .content import ErrorInfo, Message, Termination, ToolCall, ToolResult, Usage
+from .content import AttemptUsage, Cost, ErrorInfo, Message, Termination, ToolCall, ToolResult, Usage
 
 
 class EventBody(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -34,6 +34,7 @@ class StepSummary(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     end_message: int
     finish_reason: str | None = None
     usage: Usage | None = None
+    cost: Cost | None = None
     text: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
@@ -56,6 +57,15 @@ class TurnSummary(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     termination: Termination
     finish_reason: str | None = None
     error: ErrorInfo | None = None
+    cost: Cost | None = None
+    attempts: list[AttemptUsage] = []
+    """Provider calls that were paid for and gave no answer."""
+    signals: list[Any] = []
+    pending: list[str] = []
+    approvals: list[str] = []
+    parent_turn_id: str | None = None
+    is_json: bool = False
+    """The answer is the JSON that the agent was to give."""
 
 
 class TurnStarted(EventBody, frozen=True, kw_only=True):
@@ -65,6 +75,7 @@ class TurnStarted(EventBody, frozen=True, kw_only=True):
     session_id: str
     messages: list[Message]
     created_at: float
+    parent_turn_id: str | None = None
 
 
 class StepStarted(EventBody, frozen=True, kw_only=True):
@@ -176,6 +187,8 @@ class StepRetrying(EventBody, frozen=True, kw_only=True):
     max_attempts: int
     delay: float
     error: str
+    usage: Usage | None = None
+    cost: Cost | None = None
 
 
 class StepReset(EventBody, frozen=True, kw_only=True):
@@ -209,13 +222,19 @@ class TurnFailed(EventBody, frozen=True, kw_only=True):
     aborted: bool = False
     termination: Termination | None = None
     result: TurnSummary | None = None
+    pending: list[str] = []
+    """The ids of the calls that the session's live turn waits for, where that is why this one was refused."""
 
 
 class TurnSuspended(EventBody, frozen=True, kw_only=True):
-    """The turn waits for its host: `pending` are the ids of calls that no worker runs."""
+    """The turn waits for its host: `pending` are the ids of calls that no worker runs, `approvals` of those that a person
+    must decide on. With `error` a provider call failed, and `resume` repeats it."""
 
     type: ClassVar[str] = "turn.suspended"
     pending: list[str]
+    approvals: list[str] = []
+    error: ErrorInfo | None = None
+    result: TurnSummary | None = None
 
 
 class TurnResumed(EventBody, frozen=True, kw_only=True):
@@ -258,6 +277,57 @@ class ApprovalDecided(EventBody, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+class SubTurnStarted(EventBody, frozen=True, kw_only=True):
+    """A call started a turn of another agent; its events are on a channel of its own."""
+
+    type: ClassVar[str] = "sub_turn.started"
+    step_number: int
+    index: int
+    tool_call_id: str
+    turn_id: str
+    session_id: str
+    agent_id: str
+
+
+class SubTurnFinished(EventBody, frozen=True, kw_only=True):
+    type: ClassVar[str] = "sub_turn.finished"
+    step_number: int
+    index: int
+    tool_call_id: str
+    turn_id: str
+    status: str
+
+
+class AgentChanged(EventBody, frozen=True, kw_only=True):
+    """The turn goes on with another agent."""
+
+    type: ClassVar[str] = "agent.changed"
+    step_number: int
+    agent_id: str
+    from_agent_id: str
+
+
+class HookFinished(EventBody, frozen=True, kw_only=True):
+    """A hook, a stop condition, an approval policy or a signal extractor has answered, or failed."""
+
+    type: ClassVar[str] = "hook.finished"
+    step_number: int
+    point: str
+    name: str
+    tool_call_id: str | None = None
+    duration: float = 0.0
+    error: str | None = None
+
+
+class ContextCompacted(EventBody, frozen=True, kw_only=True):
+    """The model sees a shortened conversation from now on; the transcript is whole."""
+
+    type: ClassVar[str] = "context.compacted"
+    step_number: int
+    reason: Literal["overflow", "trigger"]
+    replacements: int
+
+
 LiveEvent: TypeAlias = dict[str, Any]
 """A live event inside a result: its dict form, `{"type": ..., ...}`."""
 
@@ -286,6 +356,11 @@ Event: TypeAlias = (
     | SteeringDropped
     | ApprovalRequested
     | ApprovalDecided
+    | SubTurnStarted
+    | SubTurnFinished
+    | AgentChanged
+    | HookFinished
+    | ContextCompacted
 )
 
 EVENTS: tuple[type[EventBody], ...] = get_args(Event)

@@ -7,6 +7,7 @@ carries its partition: `t<partition>-<ulid>`.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 
@@ -16,6 +17,7 @@ COORDINATOR_GROUP = "coordinator"
 WORKER_GROUP = "workers"
 _NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
 _SESSION = re.compile(r"[^\s{}]{1,256}\Z")
+_CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _TURN = re.compile(r"t(\d{1,4})-[0-9a-z]{20,40}\Z")
 
 
@@ -36,6 +38,17 @@ def partition_of_session(session_id: str, partitions: int) -> int:
 
 def new_turn_id(partition: int) -> str:
     return f"t{partition}-{str(ULID()).lower()}"
+
+
+def child_turn_id(turn_id: str, call: str) -> str:
+    """The id of the turn that a call of another turn starts: the same whenever it is made, with the parent's time."""
+    digest = hashlib.blake2b(f"{turn_id}/{call}".encode(), digest_size=10).digest()
+    number, letters = int.from_bytes(digest, "big"), ""
+    for _ in range(16):
+        number, digit = divmod(number, 32)
+        letters += _CROCKFORD[digit]
+    head, _, name = turn_id.partition("-")
+    return f"{head}-{name[:10]}{letters}"
 
 
 def submission_ms(turn_id: str) -> int | None:
@@ -102,6 +115,20 @@ class PartitionKeys:
     def cancel(self, turn_id: str) -> str:
         return f"{self.base}cancel:{turn_id}"
 
+    @property
+    def cancellations(self) -> str:
+        """The sharded pub/sub channel on which stopped turns are told: `<turn id> <reason>`."""
+        return self.base + "cancel"
+
+    def answer(self, request_id: str) -> str:
+        """A stream of one entry: what became of a command."""
+        return f"{self.base}answer:{request_id}"
+
+    def idempotency(self, session_id: str, key: str) -> str:
+        """The turn that a caller's key stands for."""
+        digest = hashlib.blake2b(f"{session_id}\0{key}".encode(), digest_size=16).hexdigest()
+        return f"{self.base}idempotency:{digest}"
+
     def events(self, turn_id: str) -> str:
         """The turn's channel; also the name of its sharded pub/sub channel."""
         return f"{self.base}turn:{turn_id}:events"
@@ -116,6 +143,18 @@ class PartitionKeys:
 
     def transcript(self, session_id: str) -> str:
         return f"{self.base}transcript:{session_id}"
+
+    def replacements(self, session_id: str) -> str:
+        """What stands in for parts of the transcript where the session was compacted."""
+        return f"{self.base}replacements:{session_id}"
+
+    def values(self, session_id: str) -> str:
+        """The session's state, as tools read and change it."""
+        return f"{self.base}values:{session_id}"
+
+    def blobs(self, session_id: str) -> str:
+        """The names of the blobs that belong to a session."""
+        return f"{self.base}blobs:{session_id}"
 
     def plan(self, plan_id: str) -> str:
         return f"{self.base}plan:{plan_id}"

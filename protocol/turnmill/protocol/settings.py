@@ -75,6 +75,7 @@ _SERVICE_LINK = re.compile(
 )
 _URL_PASSWORD = re.compile(r"(?<=://)([^:/?@]*):.*@")
 _QUERY_PASSWORD = re.compile(r"([?&]password=)[^&]*")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _SECRET_FIELDS = frozenset({"redis_url", "api_tokens", "providers"})
 _MASK = "***"
@@ -101,6 +102,12 @@ def _none_by_name(value: object) -> object:
 
 def _lower_case(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
+
+
+def _telemetry(value: object) -> object:
+    if isinstance(value, str) and (value in ("none", "otel") or _FUNCTION.match(value)):
+        return value
+    raise ValueError("it must be none, otel, or a function as module:function")
 
 
 Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -170,6 +177,9 @@ class Settings(BaseSettings):
 
     log_format: Literal["console", "json"] = Field("console", description="for people, or for machines")
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = "info"
+    telemetry: Annotated[str, BeforeValidator(_telemetry)] = Field(
+        "none", description="where events of turns, calls and hooks go: none, otel (OpenTelemetry), or module:function"
+    )
 
     host: Annotated[str, Field(min_length=1)] = Field("127.0.0.1", description="reserved: address of the gateway")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(

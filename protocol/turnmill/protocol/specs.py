@@ -23,10 +23,68 @@ class RetryPolicy(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     backoff: float = 2.0
 
 
+HookPoint: TypeAlias = Literal["before_step", "after_step", "before_tool_call", "after_tool_call", "on_reasoning_event"]
+ToolKind: TypeAlias = Literal["worker", "host", "agent", "handoff"]
+"""Who runs a tool: a tool worker, the host (the turn suspends), another agent (a sub-turn), or nobody (the turn goes on
+with another agent)."""
+
+
+class HookSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Code that belongs to an agent: a hook, a custom stop condition, an approval policy, a signal extractor.
+
+    It is called like a tool: a task in the stream of `queue`, for whichever worker carries the code. It may run again
+    when its worker dies.
+    """
+
+    name: str
+    queue: str = "hooks"
+    timeout_seconds: float = 60.0
+    start_timeout_seconds: float = 60.0
+
+
+class Approval(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """Whether a tool's calls wait for a person: never, always, or as `policy` says of each call."""
+
+    mode: Literal["never", "always", "policy"] = "never"
+    policy: HookSpec | None = None
+    timeout_seconds: float = 86_400.0
+
+
+class Compaction(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How a conversation is shortened for the model. The transcript itself stays whole.
+
+    Where the model's window is exceeded, long tool results are trimmed first, to `tool_output_bytes` each. With
+    `summarizer` (provider:model) older messages are replaced by its summary. `trigger_tokens` does it before a turn's
+    first step, once the last step's input had that many tokens; `keep_steps` of the newest steps are left as they are.
+    """
+
+    trigger_tokens: int | None = None
+    tool_output_bytes: int = 2_000
+    keep_steps: int = 2
+    summarizer: str | None = None
+    instructions: str | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """How much a model may think: a word, or a number of tokens, as its provider takes it."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    budget_tokens: int | None = None
+
+
+class OutputSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """The answer is JSON of this schema. An answer that is not gets `repairs` more rounds, with what was wrong."""
+
+    schema: dict[str, Any]
+    name: str = "response"
+    repairs: int = 1
+
+
 class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A tool as it stands in the registry.
 
-    `timeout_seconds` runs from the start of an attempt to its end, `start_timeout_seconds` from dispatch to start.
+    `timeout_seconds` runs from the start of an attempt to its end, `start_timeout_seconds` from dispatch to start,
+    `idle_timeout_seconds` from one word of progress to the next.
     `on_lost` says what happens when a worker dies in mid-call; the default is `retry` for idempotent tools and `fail`
     for all others.
     """
@@ -41,8 +99,12 @@ class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     idempotent: bool = False
     on_lost: OnLost | None = None
     concurrency: int | None = None
-    approval: str = "never"
+    approval: Approval = Approval()
     encoding: str | None = None
+    kind: ToolKind = "worker"
+    agent: str | None = None
+    """The agent of a sub-turn or a handoff: `name` or `name@version`."""
+    idle_timeout_seconds: float | None = None
 
     @property
     def retry_when_lost(self) -> bool:
@@ -50,13 +112,16 @@ class ToolSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class StopCondition(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Ends a turn after a step with tool calls: after `steps` steps, or when the step called `tool`."""
+    """Ends a turn after a step with tool calls: after `steps` steps, when the step called `tool`, or as `hook` says."""
 
     steps: int | None = None
     tool: str | None = None
+    hook: HookSpec | None = None
 
     @property
     def name(self) -> str:
+        if self.hook is not None:
+            return self.hook.name
         return f"step_count_is({self.steps})" if self.steps is not None else f"has_tool_call({self.tool})"
 
 
@@ -79,6 +144,25 @@ class AgentSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     tool_choice: str | None = None
     provider_options: dict[str, Any] = {}
     user_prompt_prefix: str = ""
+    hooks: dict[HookPoint, HookSpec] = {}
+    signals: HookSpec | None = None
+    approvals: dict[str, Approval] = {}
+    """By tool name, in place of the tool's own."""
+    own_tools: list[ToolSpec] = []
+    """The specs of those `tools` that no worker registers: of kind host, agent and handoff. They are looked up first."""
+    mode: Literal["auto", "single_exchange"] = "auto"
+    late_steering: Literal["step", "drop"] = "step"
+    """What becomes of steering that arrives while the final answer streams: one more step, or dropped."""
+    warn_repeated_calls: bool = True
+    repeated_errors_max: int | None = 3
+    """The same error of the same tool so many times in a row stops the turn; None: never."""
+    compaction: Compaction = Compaction()
+    reasoning: Reasoning | None = None
+    output: OutputSpec | None = None
+    turn_timeout_seconds: float | None = None
+    max_sub_turns: int = 20
+    max_depth: int = 4
+    """How deep sub-turns may nest below a turn of this agent that is none itself."""
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -44,6 +44,8 @@ TAKE_LOST_DELIVERY = Script("take_lost_delivery")
 FIRE_TIMERS = Script("fire_timers")
 DISPATCH_BACKLOG = Script("dispatch_backlog")
 RENEW_LEASE = Script("renew_lease")
+SWAP_VALUE = Script("swap_value")
+FORK_SESSION = Script("fork_session")
 
 
 class Delivery(NamedTuple):

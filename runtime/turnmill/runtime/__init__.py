@@ -10,26 +10,70 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turnmill.protocol.content import FilePart, ImagePart, Message, TextPart
-    from turnmill.protocol.errors import TurnAbortedError, TurnError, TurnFailedError, TurnLostError, TurnmillError
-    from turnmill.protocol.specs import RetryPolicy
+    from turnmill.protocol.abort_signal import AbortSignal
+    from turnmill.protocol.content import Cost, FilePart, ImagePart, Message, TextPart, ToolCall, ToolResult
+    from turnmill.protocol.errors import (
+        CommandRefusedError,
+        ConfigurationError,
+        DefinitionError,
+        ErrorKind,
+        IdempotencyConflictError,
+        SessionBusyError,
+        TurnAbortedError,
+        TurnEndedError,
+        TurnError,
+        TurnFailedError,
+        TurnLostError,
+        TurnmillError,
+    )
+    from turnmill.protocol.specs import (
+        Approval,
+        Compaction,
+        HookSpec,
+        OutputSpec,
+        Reasoning,
+        RetryPolicy,
+        StopCondition,
+    )
+    from turnmill.protocol.step_results import StepResult
 
     from .blocking import connect_sync
     from .client import Client, connect
-    from .definitions import Agent, TurnOptions, has_tool_call, step_count_is
+    from .definitions import Agent, AgentHooks, TurnOptions, has_tool_call, step_count_is
     from .results import TurnResult
+    from .tool_definitions import HostTool, handoff_to
     from .turn import Turn
 
 __all__ = [
+    "AbortSignal",
     "Agent",
+    "AgentHooks",
+    "Approval",
     "Client",
+    "CommandRefusedError",
+    "Compaction",
+    "ConfigurationError",
+    "Cost",
+    "DefinitionError",
+    "ErrorKind",
     "FilePart",
+    "HookSpec",
+    "HostTool",
+    "IdempotencyConflictError",
     "ImagePart",
     "Message",
+    "OutputSpec",
+    "Reasoning",
     "RetryPolicy",
+    "SessionBusyError",
+    "StepResult",
+    "StopCondition",
     "TextPart",
+    "ToolCall",
+    "ToolResult",
     "Turn",
     "TurnAbortedError",
+    "TurnEndedError",
     "TurnError",
     "TurnFailedError",
     "TurnLostError",
@@ -38,21 +82,42 @@ __all__ = [
     "TurnmillError",
     "connect",
     "connect_sync",
+    "handoff_to",
     "has_tool_call",
     "step_count_is",
 ]
 
 _PROTOCOL = "turnmill.protocol."
 _HOMES = {
+    "AbortSignal": _PROTOCOL + "abort_signal",
     "Agent": ".definitions",
+    "AgentHooks": ".definitions",
+    "Approval": _PROTOCOL + "specs",
     "Client": ".client",
+    "CommandRefusedError": _PROTOCOL + "errors",
+    "Compaction": _PROTOCOL + "specs",
+    "ConfigurationError": _PROTOCOL + "errors",
+    "Cost": _PROTOCOL + "content",
+    "DefinitionError": _PROTOCOL + "errors",
+    "ErrorKind": _PROTOCOL + "errors",
     "FilePart": _PROTOCOL + "content",
+    "HookSpec": _PROTOCOL + "specs",
+    "HostTool": ".tool_definitions",
+    "IdempotencyConflictError": _PROTOCOL + "errors",
     "ImagePart": _PROTOCOL + "content",
     "Message": _PROTOCOL + "content",
+    "OutputSpec": _PROTOCOL + "specs",
+    "Reasoning": _PROTOCOL + "specs",
     "RetryPolicy": _PROTOCOL + "specs",
+    "SessionBusyError": _PROTOCOL + "errors",
+    "StepResult": _PROTOCOL + "step_results",
+    "StopCondition": _PROTOCOL + "specs",
     "TextPart": _PROTOCOL + "content",
+    "ToolCall": _PROTOCOL + "content",
+    "ToolResult": _PROTOCOL + "content",
     "Turn": ".turn",
     "TurnAbortedError": _PROTOCOL + "errors",
+    "TurnEndedError": _PROTOCOL + "errors",
     "TurnError": _PROTOCOL + "errors",
     "TurnFailedError": _PROTOCOL + "errors",
     "TurnLostError": _PROTOCOL + "errors",
@@ -61,6 +126,7 @@ _HOMES = {
     "TurnmillError": _PROTOCOL + "errors",
     "connect": ".client",
     "connect_sync": ".blocking",
+    "handoff_to": ".tool_definitions",
     "has_tool_call": ".definitions",
     "step_count_is": ".definitions",
 }

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from turnmill.protocol.content import Message
+from turnmill.protocol.content import Message, ToolResult
 from turnmill.protocol.events import Event
+from turnmill.protocol.messages import OnBusy
 
 from .client import Client, connect
 from .definitions import Agent, TurnOptions
 from .results import TurnResult
-from .turn import Turn
+from .sessions import Session
+from .turn import SteeringEntry, Turn
 
 T = TypeVar("T")
 
@@ -81,11 +83,70 @@ class SyncTurn:
     def text_stream(self) -> Iterator[str]:
         return self._loop.iterate(self._turn.text_stream())
 
+    def steer(
+        self,
+        message: str | Message | Sequence[Any],
+        *,
+        role: Literal["user", "system"] = "user",
+        mode: Literal["steer", "queue"] = "steer",
+    ) -> SteeringEntry:
+        return self._loop.run(self._turn.steer(message, role=role, mode=mode))
+
+    send = steer
+
+    @property
+    def pending_steering(self) -> tuple[SteeringEntry, ...]:
+        return self._turn.pending_steering
+
+    def cancel_steering(self, steering_id: str) -> bool:
+        return self._loop.run(self._turn.cancel_steering(steering_id))
+
+    def abort(self, reason: str | None = None) -> bool:
+        return self._loop.run(self._turn.abort(reason))
+
+    def resume(
+        self,
+        *,
+        tool_results: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any]] = (),
+        message: str | Message | None = None,
+    ) -> tuple[str, ...]:
+        return self._loop.run(self._turn.resume(tool_results=tool_results, message=message))
+
+    def approve(self, *tool_call_ids: str, reason: str | None = None) -> tuple[str, ...]:
+        return self._loop.run(self._turn.approve(*tool_call_ids, reason=reason))
+
+    def deny(self, *tool_call_ids: str, reason: str | None = None) -> tuple[str, ...]:
+        return self._loop.run(self._turn.deny(*tool_call_ids, reason=reason))
+
     def result(self) -> TurnResult:
         return self._loop.run(self._turn.result())
 
     def wait(self) -> TurnResult:
         return self.result()
+
+
+class SyncSession:
+    """The handle of a session, blocking. See `Session`."""
+
+    def __init__(self, session: Session, loop: _Loop) -> None:
+        self._session = session
+        self._loop = loop
+
+    @property
+    def id(self) -> str:
+        return self._session.id
+
+    def messages(self, first: int = 0, end: int | None = None) -> list[Message]:
+        return self._loop.run(self._session.messages(first, end))
+
+    def fork(self, **where: Any) -> SyncSession:
+        return SyncSession(self._loop.run(self._session.fork(**where)), self._loop)
+
+    def retry(self, *arguments: Any, **keywords: Any) -> SyncTurn:
+        return SyncTurn(self._loop.run(self._session.retry(*arguments, **keywords)), self._loop)
+
+    def delete(self) -> None:
+        self._loop.run(self._session.delete())
 
 
 class SyncClient:
@@ -102,8 +163,13 @@ class SyncClient:
         *,
         session: str | None = None,
         options: TurnOptions | None = None,
+        on_busy: OnBusy = "queue",
+        idempotency_key: str | None = None,
     ) -> SyncTurn:
-        turn = self._loop.run(self._client.turn(agent, message, session=session, options=options))
+        started = self._client.turn(
+            agent, message, session=session, options=options, on_busy=on_busy, idempotency_key=idempotency_key
+        )
+        turn = self._loop.run(started)
         return SyncTurn(turn, self._loop)
 
     def attach(self, turn_id: str) -> SyncTurn:
@@ -111,6 +177,9 @@ class SyncClient:
 
     def transcript(self, session_id: str, first: int = 0, end: int | None = None) -> list[Message]:
         return self._loop.run(self._client.transcript(session_id, first, end))
+
+    def session(self, session_id: str) -> SyncSession:
+        return SyncSession(self._client.session(session_id), self._loop)
 
     def publish(self, *agents: Agent) -> None:
         self._loop.run(self._client.publish(*agents))

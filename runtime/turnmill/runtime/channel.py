@@ -12,14 +12,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from turnmill.protocol.connection import Engine, SubscriberLink
+from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineUnavailable
 from turnmill.protocol.events import TERMINAL_EVENT_TYPES
 from turnmill.protocol.streams import ChannelEvent, parse_publication, read_channel
+from turnmill.protocol.subscription import Subscription
 
 _BUFFERED_EVENTS_MAX = 1000
 _READ_COUNT = 500
-_SILENCE_SECONDS = 5.0
 TERMINAL_KINDS = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
 
 
@@ -64,8 +64,7 @@ class Channels:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._followers: dict[bytes, set[_Follower]] = {}
-        self._link: SubscriberLink | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._subscription = Subscription(engine, on_open=self._on_open, on_push=self._on_push, on_look=self._on_look)
 
     async def follow(self, channel: str, after: int = 0, *, existing: bool = True) -> AsyncIterator[list[ChannelEvent]]:
         """The events of a channel after a number, until its terminal event, in the pieces in which they come. While nothing
@@ -80,7 +79,7 @@ class Channels:
         cursor = after
         try:
             while True:
-                if not follower.confirmed and self._link is not None and self._link.is_open:
+                if not follower.confirmed and self._subscription.is_open:
                     await follower.wake.wait()
                 events = await self._stored(channel, cursor, follower)
                 if not events and (existing or cursor > 0) and not await self._exists(channel):
@@ -104,13 +103,7 @@ class Channels:
             self._remove(name, follower)
 
     async def close(self) -> None:
-        while self._keeper is not None and not self._keeper.done():
-            # More than once: what it awaits while connecting may swallow a cancellation.
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper}, timeout=0.1)
-        if self._link is not None:
-            self._link.close()
-            await self._link.closed
+        await self._subscription.close()
 
     async def _stored(self, channel: str, cursor: int, follower: _Follower) -> list[ChannelEvent]:
         """What the stream holds after the cursor, up to a page."""
@@ -155,11 +148,10 @@ class Channels:
     def _add(self, name: bytes, follower: _Follower) -> None:
         followers = self._followers.setdefault(name, set())
         followers.add(follower)
-        if self._keeper is None or self._keeper.done():
-            self._keeper = asyncio.create_task(self._keep())
-        if self._link is not None and self._link.is_open:
+        self._subscription.start()
+        if self._subscription.is_open:
             # Also where others follow it already: the confirmation says from when on this follower misses nothing.
-            self._link.send("SSUBSCRIBE", name)
+            self._subscription.subscribe(name)
 
     def _remove(self, name: bytes, follower: _Follower) -> None:
         followers = self._followers.get(name)
@@ -168,8 +160,7 @@ class Channels:
         followers.discard(follower)
         if not followers:
             del self._followers[name]
-            if self._link is not None:
-                self._link.send("SUNSUBSCRIBE", name)
+            self._subscription.unsubscribe(name)
 
     def _on_push(self, push: list[Any]) -> None:
         kind = push[0]
@@ -185,29 +176,14 @@ class Channels:
                     follower.confirmed = True
                     follower.wake.set()
 
-    async def _keep(self) -> None:
-        """Keep the connection: open it, ask for a sign of life when it is silent, open it again when it is lost."""
-        while True:
-            try:
-                self._link = await self._engine.open_subscriber(self._on_push)
-            except EngineUnavailable:
-                await asyncio.sleep(0.2)
-                continue
-            for name, followers in self._followers.items():
-                for follower in followers:
-                    follower.confirmed = False
-                    follower.overflowed = True
-                self._link.send("SSUBSCRIBE", name)
-            await self._watch(self._link)
+    def _on_open(self) -> list[bytes]:
+        for followers in self._followers.values():
+            for follower in followers:
+                follower.confirmed = False
+                follower.overflowed = True
+        return list(self._followers)
 
-    async def _watch(self, link: SubscriberLink) -> None:
-        while link.is_open:
-            await asyncio.wait({link.closed}, timeout=_SILENCE_SECONDS)
-            for followers in self._followers.values():
-                for follower in followers:
-                    follower.tick()
-            if link.is_open and link.silent_seconds > _SILENCE_SECONDS:
-                if link.silent_seconds > 3 * _SILENCE_SECONDS:
-                    link.close()
-                    return
-                link.send("PING")
+    def _on_look(self) -> None:
+        for followers in self._followers.values():
+            for follower in followers:
+                follower.tick()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import msgspec
 from ulid import ULID
 
-from turnmill.protocol.codec import decode_message, encode_body
-from turnmill.protocol.connection import Engine
-from turnmill.protocol.content import Message
-from turnmill.protocol.errors import ConfigurationError, DefinitionError
-from turnmill.protocol.keys import Keys, new_turn_id, partition_of_session, submission_ms, valid_session_id
-from turnmill.protocol.messages import StartTurn
+from turnmill.protocol.abort_signal import AbortSignal
+from turnmill.protocol.blobs import resolve_messages, with_blobs
+from turnmill.protocol.codec import ANSWER_CODEC, BODY_FIELD, MESSAGE_CODEC, decode_message, encode_body
+from turnmill.protocol.connection import Engine, pairs
+from turnmill.protocol.content import Message, ToolResult
+from turnmill.protocol.errors import ConfigurationError, DefinitionError, EngineUnavailable
+from turnmill.protocol.keys import Keys, PartitionKeys, new_turn_id, submission_ms, valid_session_id
+from turnmill.protocol.messages import Answer, Command, OnBusy, StartTurn, SteerTurn
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings, load_settings
 from turnmill.protocol.specs import ToolSpec
@@ -22,13 +26,19 @@ from turnmill.protocol.streams import append_message
 
 from .channel import Channels
 from .definitions import Agent, TurnOptions
+from .idempotency import claim_turn
+from .refusals import refusal
 from .registry import publish
+from .sessions import Session
+from .telemetry import current_trace
 from .turn import Turn
 
 _DEFAULT_OPTIONS = TurnOptions()
 _CLOCKS_DIFFER_MS = 3_600_000
 """The time in a turn's id is of the client that made it, the inbox's times are of the engine."""
 _INBOX_PAGE = 500
+ANSWER_TIMEOUT_SECONDS = 60.0
+"""How long a command waits for a coordinator; it stays in the inbox behind that."""
 
 
 class Client:
@@ -39,6 +49,7 @@ class Client:
         self.keys = keys
         self.settings = settings
         self.channels = Channels(engine)
+        self._watching: set[asyncio.Task[None]] = set()
         self._references: dict[int, tuple[Agent, str]] = {}
         self._published_tools: set[str] = set()
 
@@ -49,67 +60,158 @@ class Client:
         *,
         session: str | None = None,
         options: TurnOptions | None = None,
+        on_busy: OnBusy = "queue",
+        idempotency_key: str | None = None,
+        rewind_to: int | None = None,
     ) -> Turn:
         """Start a turn and return its handle; the turn runs whether anyone watches or not.
 
         `agent` is an `Agent`, which is published, or the name of one that is. `message` is a text, a message, or a list
         of messages that is used as it is. Without `session` the turn has a session of its own.
+
+        `on_busy` says what happens where another turn is live on the session: the new one waits for its end (`queue`),
+        is refused with `SessionBusyError` (`reject`), becomes steering of the live one, whose handle is returned
+        (`steer`), or stops it (`interrupt`). The same `idempotency_key` gives the same turn again, for as long as
+        records are kept (TURNMILL_RECORD_TTL); with another body it raises `IdempotencyConflictError`. `rewind_to` hides
+        from the model what the transcript holds from that entry on.
         """
         options = options or _DEFAULT_OPTIONS
         if not isinstance(options, TurnOptions):
             raise DefinitionError(f"options is a {type(options).__name__}, not TurnOptions")
-        session_id = session or f"s-{str(ULID()).lower()}"
-        if not isinstance(session_id, str) or not valid_session_id(session_id):
-            raise DefinitionError(
-                f"{session_id!r} is no session id: up to 256 characters without white space or braces"
-            )
+        session_id = _session_id(session, idempotency_key)
         reference = await self._reference(agent, options)
-        partition = partition_of_session(session_id, len(self.keys.partitions))
+        keys = self.keys.of_session(session_id)
         command = StartTurn(
-            turn_id=new_turn_id(partition),
+            turn_id=new_turn_id(keys.partition),
             session_id=session_id,
             agent=reference,
-            messages=_messages(agent, message),
+            messages=await self._stored(keys, _messages(message)),
             overrides=options.overrides(),
             metadata=options.metadata,
             tenant=options.tenant,
             priority=options.priority,
+            trace=current_trace(),
+            on_busy=on_busy,
+            answer=on_busy in ("reject", "steer"),
+            rewind_to=rewind_to,
+            is_text=isinstance(message, str),
         )
-        await self.submit(command)
-        return Turn(
-            self,
-            command.turn_id,
-            session_id=session_id,
-            agent=agent,
-            message=message,
-            options=options,
-            is_new=True,
-        )
+        turn = Turn(self, command.turn_id, session_id=session_id, agent=agent, message=message, options=options)
+        if idempotency_key is not None:
+            claimed = await claim_turn(self.engine, keys, command, idempotency_key, self.settings.record_ttl)
+            if claimed != command.turn_id:
+                command = msgspec.structs.replace(command, turn_id=claimed)
+                turn = self.attach(claimed)
+                if await self.engine.call("EXISTS", keys.turn(claimed)):
+                    return turn
+        else:
+            turn.is_new = True
+        turn = await self._start(command, turn)
+        if options.signal is not None:
+            self._chain(options.signal, turn)
+        return turn
 
-    async def submit(self, command: StartTurn) -> None:
-        """Append a command to its partition's inbox. Raises `MessageTooLarge` above `payload_bytes_max`."""
+    async def _start(self, command: StartTurn, turn: Turn) -> Turn:
+        """Submit, and wait for the answer where the policy asks for one."""
+        if not command.answer:
+            await self.submit(command)
+            return turn
+        answer = await self.request(command, command.turn_id)
+        return turn if answer.turn_id == turn.id else self.attach(answer.turn_id)
+
+    async def request(
+        self, command: Command, request_id: str, *, timeout: float | None = ANSWER_TIMEOUT_SECONDS
+    ) -> Answer:
+        """Send a command and wait for its answer. Raises `CommandRefusedError` where it changed nothing, `TimeoutError`
+        where no coordinator has answered in time: the command stays in the inbox, and may be sent again."""
+        keys = self.keys.of_session(command.session_id)
+        body = self._encoded(command)
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self._exchange(keys, command.type, body, request_id)
+        except TimeoutError:
+            text = (
+                f"no coordinator has answered within {timeout:g} s; the command waits in the inbox: `turnmill doctor`"
+            )
+            raise TimeoutError(text) from None
+        if answer.error is not None:
+            raise refusal(answer)
+        return answer
+
+    async def _exchange(self, keys: PartitionKeys, kind: str, body: bytes, request_id: str) -> Answer:
+        """A command that is sent twice, because nobody knows whether it arrived, is answered twice."""
+        while True:
+            try:
+                await append_message(self.engine, keys.inbox, kind, body)
+                break
+            except EngineUnavailable:
+                await self.engine.ready()
+        async for piece in self.channels.follow(keys.answer(request_id), existing=False):
+            for event in piece:
+                answer = ANSWER_CODEC.decode(event.kind, event.body)
+                if isinstance(answer, Answer):
+                    return answer
+        raise AssertionError("a channel that is followed does not end")
+
+    async def _stored(self, keys: PartitionKeys, messages: list[Message]) -> list[Message]:
+        """The messages with what is large in them stored apart."""
+        threshold = self.settings.blob_threshold
+        return [await with_blobs(self.engine, keys, message, threshold) for message in messages]
+
+    async def stored_message(self, session_id: str, message: Message) -> Message:
+        return (await self._stored(self.keys.of_session(session_id), [message]))[0]
+
+    async def stored_result(self, session_id: str, result: ToolResult) -> ToolResult:
+        return await with_blobs(self.engine, self.keys.of_session(session_id), result, self.settings.blob_threshold)
+
+    def session(self, session_id: str) -> Session:
+        """The handle of a session: its messages, turns and values; fork, retry, delete."""
+        return Session(self, session_id)
+
+    def _chain(self, signal: AbortSignal, turn: Turn) -> None:
+        """The host's signal stops the turn."""
+
+        async def watch() -> None:
+            await signal.wait()
+            await turn.abort(signal.reason)
+
+        task = asyncio.create_task(watch())
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    def _encoded(self, command: Command) -> bytes:
         try:
             body = encode_body(command, self.settings.wire, self.settings.payload_bytes_max)
-            if not command.has_plain_text:
+            if not (isinstance(command, StartTurn) and command.has_plain_text):
                 # What a caller put together may hold what no reader could read: a role that is none, a number too large.
-                msgspec.convert(msgspec.to_builtins(command), StartTurn)
+                msgspec.convert(msgspec.to_builtins(command), type(command))
                 msgspec.msgpack.encode(command)
         except (TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
             raise DefinitionError(f"the turn cannot be sent: {error}") from error
-        keys = self.keys.of_turn(command.turn_id)
-        await append_message(self.engine, keys.inbox, command.type, body)
+        return body
 
-    async def is_submitted(self, turn_id: str) -> bool:
-        """Whether the command that starts a turn waits in its partition's inbox, not read by a coordinator yet."""
+    async def submit(self, command: StartTurn) -> None:
+        """Append a command to its partition's inbox. Raises `MessageTooLarge` above `payload_bytes_max`."""
+        body = self._encoded(command)
+        await append_message(self.engine, self.keys.of_turn(command.turn_id).inbox, command.type, body)
+
+    async def submitted_session(self, turn_id: str) -> str | None:
+        """The session of a turn whose command waits in its partition's inbox, not read by a coordinator yet; else None."""
         submitted_ms = submission_ms(turn_id)
         start = "-" if submitted_ms is None else max(0, submitted_ms - _CLOCKS_DIFFER_MS)
         inbox, name = self.keys.of_turn(turn_id).inbox, turn_id.encode()
         while True:
             entries = await self.engine.call("XRANGE", inbox, start, "+", "COUNT", _INBOX_PAGE)
-            if any(name in fields[3] for _, fields in entries if len(fields) > 3):
-                return True
+            for _, fields in entries:
+                if name in dict(zip(fields[::2], fields[1::2], strict=True)).get(BODY_FIELD, b""):
+                    command = MESSAGE_CODEC.decode_fields(pairs(fields))
+                    if isinstance(command, StartTurn | SteerTurn) and turn_id in (
+                        command.turn_id,
+                        getattr(command, "steering_id", ""),
+                    ):
+                        return command.session_id
             if len(entries) < _INBOX_PAGE:
-                return False
+                return None
             start = b"(" + entries[-1][0]
 
     def attach(self, turn_id: str) -> Turn:
@@ -120,21 +222,30 @@ class Client:
         """The messages `[first, end)` of a session, all of them without `end`."""
         key = self.keys.of_session(session_id).transcript(session_id)
         entries = await self.engine.call("LRANGE", key, first, -1 if end is None else end - 1)
-        return [decode_message(entry) for entry in entries]
+        messages = [decode_message(entry) for entry in entries]
+        return await resolve_messages(self.engine, self.keys.of_session(session_id), messages)
 
     async def publish(self, *agents: Agent) -> None:
-        """Publish agents and their tools, so that others may name them."""
-        specs = [agent.agent_spec() for agent in agents]
-        tools = [spec for agent in agents for spec in agent.tool_specs()]
-        await publish(self.engine, self.keys, specs, tools)
+        """Publish agents, those they call and their tools, so that others may name them."""
+        await self._publish(list(agents))
+
+    async def _publish(self, agents: list[Agent]) -> dict[str, str]:
+        nested = list({id(inner): inner for agent in agents for inner in agent.agents()}.values())
+        tools = [spec for agent in nested for spec in agent.tool_specs()]
+        return await publish(self.engine, self.keys, [agent.agent_spec() for agent in nested], tools)
 
     async def close(self) -> None:
+        for task in list(self._watching):
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         await self.channels.close()
         await self.engine.close()
 
     async def _reference(self, agent: Agent | str, options: TurnOptions) -> str:
         """`name@version`, the agent published under it; a name alone means what is published by then."""
         extra = options.tool_specs()
+        if options.tools:
+            await self._publish(options.agents())
         if isinstance(agent, str):
             await self._publish_tools(extra)
             return agent
@@ -142,9 +253,8 @@ class Client:
             await self._publish_tools(extra)
         known = self._references.get(id(agent))
         if known is None or known[0] is not agent:
-            spec = agent.agent_spec()
-            versions = await publish(self.engine, self.keys, [spec], agent.tool_specs())
-            known = self._references[id(agent)] = agent, f"{spec.name}@{versions[spec.name]}"
+            versions = await self._publish([agent])
+            known = self._references[id(agent)] = agent, f"{agent.name}@{versions[agent.name]}"
         return known[1]
 
     async def _publish_tools(self, tools: list[ToolSpec]) -> None:
@@ -154,11 +264,19 @@ class Client:
             self._published_tools.update(spec.name for spec in new)
 
 
-def _messages(agent: Agent | str, message: str | Message | Sequence[Message]) -> list[Message]:
-    """A prefix of the agent goes before a text, not before messages, which are used as they are."""
+def _session_id(session: str | None, idempotency_key: str | None) -> str:
+    """The session that was named, one that the key stands for, or a new one."""
+    if session is None and idempotency_key is not None:
+        return f"k-{hashlib.blake2b(idempotency_key.encode(), digest_size=13).hexdigest()}"
+    session_id = session or f"s-{str(ULID()).lower()}"
+    if not isinstance(session_id, str) or not valid_session_id(session_id):
+        raise DefinitionError(f"{session_id!r} is no session id: up to 256 characters without white space or braces")
+    return session_id
+
+
+def _messages(message: str | Message | Sequence[Message]) -> list[Message]:
     if isinstance(message, str):
-        prefix = agent.user_prompt_prefix if isinstance(agent, Agent) else ""
-        return [Message(role="user", content=prefix + message)]
+        return [Message(role="user", content=message)]
     given: Any = [message] if isinstance(message, Message) else message
     messages: list[Message] = list(given) if isinstance(given, Sequence) else []
     if not messages or not all(isinstance(item, Message) for item in messages):

@@ -23,11 +23,19 @@ from turnmill.protocol.keys import (
     partition_of_turn,
 )
 from turnmill.protocol.logs import get_logger
-from turnmill.protocol.messages import Addressed, ModelReply, StartTurn, TimerFired, ToolReply, UnreadableTask
+from turnmill.protocol.messages import (
+    COMMANDS,
+    Addressed,
+    HandOff,
+    ModelReply,
+    StartTurn,
+    ToolReply,
+    UnreadableTask,
+)
 from turnmill.protocol.namespace import make_token
 from turnmill.protocol.streams import Delivery, acknowledge, dead_letter
 
-from .machine import Input, Start
+from .machine import Input, Start, Transfer
 from .store import INBOX, RESULTS, Source
 
 _log = get_logger(__name__)
@@ -86,11 +94,14 @@ class Door:
             return self._bury_task(delivery, message)
         if isinstance(message, StartTurn):
             return Arrived(source, Start(message, ""), message.session_id)
-        if isinstance(message, TimerFired):
+        if isinstance(message, HandOff):
+            return Arrived(source, Transfer(message, ""), message.session_id)
+        if not isinstance(message, Addressed):
             return Arrived(source, message, message.session_id)
         if message.token != make_token(self._secret, message.turn_id, message.call, message.attempt):
             return self._drop(delivery, "bad_token")
-        return Arrived(source, message, message.session_id)
+        worker_message: Any = message
+        return Arrived(source, worker_message, message.session_id)
 
     def _answer_in_place(self, delivery: Delivery, source: Source, reason: str) -> Arrived | None:
         """A worker's reply that cannot be read, but says in whose name it comes: its call ends now with the reason, and
@@ -115,7 +126,7 @@ class Door:
         """Why an entry goes to the dead letters; None where it may be decided on."""
         if isinstance(message, Unreadable):
             return message.reason
-        is_command = isinstance(message, StartTurn)
+        is_command = isinstance(message, COMMANDS)
         if is_command != (source.stream == INBOX):
             return f"a {getattr(message, 'type', '?')} does not belong into this stream"
         session_id = getattr(message, "session_id", None)

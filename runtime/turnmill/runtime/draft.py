@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from turnmill.protocol.content import Message
+from turnmill.protocol.blob_refs import refs_of, refs_of_result
+from turnmill.protocol.content import Message, ToolResult
 from turnmill.protocol.events import Event
-from turnmill.protocol.messages import StartTurn
+from turnmill.protocol.messages import Answer, StartTurn
 from turnmill.protocol.specs import Plan, RetryPolicy
 
-from .effects import Append, Count, Effect, Feed, Index, Publish, Record
+from .effects import Append, Count, Effect, Feed, Index, Keep, Publish, Record, Reply
 from .state import SessionState, TurnState
 
 _encode = msgspec.json.Encoder().encode
@@ -21,7 +22,6 @@ class Draft:
     """What the parts of the machine write into."""
 
     __slots__ = (
-        "begins_next",
         "discarded",
         "effects",
         "live",
@@ -45,7 +45,6 @@ class Draft:
         self.live: str | None = None
         self.new_turn: str | None = None
         self.discarded: str | None = None
-        self.begins_next = False
 
     def plan_of(self, turn: TurnState) -> Plan | None:
         return self.plans.get(turn.plan_id)
@@ -58,6 +57,10 @@ class Draft:
         self.discarded = reason
         self.effects = [Count(reason)]
 
+    def reply(self, request_id: str, answer: Answer) -> None:
+        if request_id:
+            self.effects.append(Reply(request_id, answer))
+
     def publish(self, event: Event) -> None:
         """To the live turn's channel."""
         assert self.state.turn is not None
@@ -68,6 +71,14 @@ class Draft:
 
     def close_channel(self, turn_id: str, event: Event) -> None:
         self.effects.append(Publish(turn_id, event, closes=True))
+
+    def keep_blobs(self, *values: Message | ToolResult) -> None:
+        """What these refer to is the session's from now on."""
+        names: list[str] = []
+        for value in values:
+            names += refs_of(value) if isinstance(value, Message) else refs_of_result(value)
+        if names:
+            self.effects.append(Keep(names))
 
     def append(self, message: Message) -> None:
         self.effects.append(Append(message))
@@ -87,8 +98,14 @@ class Draft:
     def record_ended(self, turn_id: str, status: str, summary: msgspec.Struct) -> None:
         self.effects.append(Record(turn_id, {"status": status, "result": _encode(summary)}, ends=True))
 
-    def record_refused(self, command: StartTurn, error: msgspec.Struct) -> None:
-        fields = {**self._head(command, "failed"), "error": _encode(error)}
+    def record_status(self, turn_id: str, status: str, summary: msgspec.Struct | None = None) -> None:
+        fields: dict[str, str | bytes] = {"status": status}
+        if summary is not None:
+            fields["result"] = _encode(summary)
+        self.effects.append(Record(turn_id, fields))
+
+    def record_refused(self, command: StartTurn, error: msgspec.Struct, status: str = "failed") -> None:
+        fields = {**self._head(command, status), "error": _encode(error)}
         self.effects.append(Record(command.turn_id, fields, ends=True))
         self.effects.append(Index(command.turn_id, self.now_ms))
 

@@ -8,7 +8,7 @@ import msgspec
 
 from turnmill.protocol.content import Message
 from turnmill.protocol.events import Event
-from turnmill.protocol.messages import ModelTask, ToolTask
+from turnmill.protocol.messages import AbortTurn, Answer, HandOff, ModelTask, StartTurn, SubTurnEnded, ToolTask
 
 from .state import SessionState
 
@@ -28,6 +28,12 @@ class Append(msgspec.Struct, frozen=True):
     message: Message
 
 
+class Replace(msgspec.Struct, frozen=True):
+    """Append to the messages that stand in for parts of the transcript in the model's view."""
+
+    message: Message
+
+
 class DispatchModel(msgspec.Struct, frozen=True):
     """Hand a model call to a pool, through the dispatch window."""
 
@@ -42,6 +48,36 @@ class DispatchTool(msgspec.Struct, frozen=True):
 
     task: ToolTask
     queue: str
+
+
+class Send(msgspec.Struct, frozen=True):
+    """A message of one session to another one of the same partition, or to itself."""
+
+    message: StartTurn | AbortTurn | HandOff | SubTurnEnded
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Tell the workers that a turn is stopped: a marker that they find, and a word to those who listen."""
+
+    turn_id: str
+    reason: str
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Answer a command under the id that it named."""
+
+    request_id: str
+    answer: Answer
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Large values that the session refers to from now on; they expired soon otherwise."""
+
+    keys: list[str]
+
+
+class DeleteSession(msgspec.Struct, frozen=True):
+    """Remove everything of the session."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -81,7 +117,23 @@ class Count(msgspec.Struct, frozen=True):
     name: str
 
 
-Effect: TypeAlias = Publish | Append | DispatchModel | DispatchTool | Record | Index | Feed | SetTimer | Count
+Effect: TypeAlias = (
+    Publish
+    | Append
+    | Replace
+    | DispatchModel
+    | DispatchTool
+    | Send
+    | Cancel
+    | Reply
+    | Keep
+    | DeleteSession
+    | Record
+    | Index
+    | Feed
+    | SetTimer
+    | Count
+)
 
 
 class Decision(msgspec.Struct, frozen=True):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Any
 
-from turnmill.protocol.content import Message
 from turnmill.protocol.errors import ConfigurationError, DefinitionError, TurnmillError
 from turnmill.protocol.settings import Settings
 from turnmill.workers.app import App, collect, load_app
+from turnmill.workers.cancellation import Cancellations
+from turnmill.workers.hooks import Hook, hook_for
 from turnmill.workers.tool_worker import ToolWorker
 from turnmill.workers.tools import Tool
 
@@ -29,55 +30,52 @@ class LocalClient(Client):
         self._running: list[tuple[Role, asyncio.Task[None]]] = []
         self._models = set(app.models) if app else set()
         self._tool_workers: dict[str, ToolWorker] = {}
+        self._cancellations = Cancellations(self.engine, self.keys)
         self._llm = build_llm_worker(self.engine, self.keys, self.settings, app, [], None)
         self._run(self._llm)
         if app is not None:
-            await self._serve_tools(app.tools.values())
+            await self._serve([*app.tools.values(), *app.hooks.values()])
 
     async def start_coordinator(self) -> None:
         self._run(await Coordinator.create(self.engine, self.keys, self.settings))
 
-    async def turn(
-        self,
-        agent: Agent | str,
-        message: str | Message | Sequence[Message],
-        *,
-        session: str | None = None,
-        options: TurnOptions | None = None,
-    ) -> Turn:
-        given = [
-            *(agent.tools if isinstance(agent, Agent) else []),
-            *(options.tools or [] if isinstance(options, TurnOptions) else []),
-        ]
-        await self._serve_tools(item for item in given if isinstance(item, Tool))
+    async def turn(self, agent: Agent | str, message: Any, **keywords: Any) -> Turn:
+        options = keywords.get("options")
+        await self._serve_given(agent, options if isinstance(options, TurnOptions) else None)
         self._raise_failures()
-        self._check_model(
-            options.model
-            if isinstance(options, TurnOptions) and options.model
-            else agent.model
-            if isinstance(agent, Agent)
-            else ""
-        )
-        return await super().turn(agent, message, session=session, options=options)
+        return await super().turn(agent, message, **keywords)
+
+    async def _serve_given(self, agent: Agent | str, options: TurnOptions | None) -> None:
+        """What the agents and the options of a turn carry is served here."""
+        agents = [*(agent.agents() if isinstance(agent, Agent) else []), *(options.agents() if options else [])]
+        tools = [item for one in agents for item in one.tools] + list(options.tools or [] if options else [])
+        functions = [one.hook_functions() for one in agents] + ([options.hook_functions()] if options else [])
+        hooks = [hook_for(each.function, each.spec) for named in functions for each in named.values()]
+        mine = [item for item in tools if isinstance(item, Tool)]
+        await self._serve([*mine, *hooks, *(item.approval_policy for item in mine if item.approval_policy is not None)])
+        self._check_model(options.model if options and options.model else "")
+        for one in agents:
+            self._check_model(one.model if options is None or options.model is None or one is not agent else "")
 
     async def stop(self) -> None:
         for role, _ in reversed(self._running):
             role.stop()
         await asyncio.gather(*[task for _, task in self._running], return_exceptions=True)
 
-    async def _serve_tools(self, tools: Iterable[Tool[..., Any]]) -> None:
-        """One tool worker per queue, made when its first tool comes; more tools join it."""
-        for tool in tools:
-            serving = self._tool_workers.get(tool.spec.queue)
-            if serving is not None:
-                if serving.tools.get(tool.spec.name) is not tool:
-                    serving.add(tool)
-                    await serving.register()
-                continue
-            worker = ToolWorker(self.engine, self.keys, self.settings, {tool.spec.name: tool}, queues=[tool.spec.queue])
-            self._tool_workers[tool.spec.queue] = worker
-            await worker.register()
-            self._run(worker)
+    async def _serve(self, carried: Iterable[Tool[..., Any] | Hook[..., Any]]) -> None:
+        """One tool worker per queue, made when its first tool or hook comes; more join it."""
+        for each in carried:
+            serving = self._tool_workers.get(each.spec.queue)
+            if serving is None:
+                hooks = {each.name: each} if isinstance(each, Hook) else {}
+                tools = {each.name: each} if isinstance(each, Tool) else {}
+                worker = ToolWorker(self.engine, self.keys, self.settings, tools, hooks=hooks, queues=[each.spec.queue])
+                self._tool_workers[each.spec.queue] = worker
+                await worker.register()
+                self._run(worker)
+            elif _is_new(serving, each):
+                serving.add(each)
+                await serving.register()
 
     def _check_model(self, model: str) -> None:
         """Nobody else could serve a model function here: better said than waited for."""
@@ -95,6 +93,14 @@ class LocalClient(Client):
         for role, task in self._running:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise TurnmillError(f"the embedded {type(role).__name__} has failed") from task.exception()
+
+
+def _is_new(worker: ToolWorker, each: Tool[..., Any] | Hook[..., Any]) -> bool:
+    """A hook made of the same function again is the one that is there."""
+    if isinstance(each, Hook):
+        known = worker.hooks.get(each.name)
+        return known is None or known.function is not each.function
+    return worker.tools.get(each.name) is not each
 
 
 @asynccontextmanager
@@ -126,6 +132,6 @@ def _collected(app: Any) -> App:
         return collect(app.__name__, [value for name, value in vars(app).items() if not name.startswith("__")])
     given = list(app) if isinstance(app, list | tuple | set) else [app]
     found = collect("app", given)
-    if given and not (found.tools or found.models or found.scripts or found.agents):
+    if given and not (found.tools or found.hooks or found.models or found.scripts or found.agents):
         raise ConfigurationError(f"app={app!r} brings no tool, model function, script or agent")
     return found

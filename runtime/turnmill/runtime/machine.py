@@ -16,34 +16,53 @@ from typing import NamedTuple, TypeAlias, assert_never
 
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import ErrorKind
-from turnmill.protocol.events import ToolExecutionProgress, ToolExecutionWaiting
 from turnmill.protocol.messages import (
+    AbortTurn,
+    Answer,
     CallWaiting,
+    CancelSteering,
+    DecideApprovals,
     DeliveryLost,
+    HandOff,
     ModelReply,
+    ResumeTurn,
     StartTurn,
+    SteerTurn,
+    SubTurnEnded,
     TimerFired,
     ToolProgress,
     ToolReply,
 )
+from turnmill.protocol.messages import DeleteSession as DeleteSessionCommand
 from turnmill.protocol.specs import Plan
 
-from . import pairing
+from . import commands, pairing
+from .calls import call_overdue, dispatch_call, end_call
 from .draft import Draft
-from .effects import Decision, SetTimer
-from .state import CallState, CallStatus, QueuedTurn, SessionState, TurnPhase, TurnState, copy_state
-from .steps import (
-    LOSSES_MAX,
-    accept_reply,
-    begin_turn,
-    call_deadline_seconds,
-    dispatch_call,
-    end_call,
+from .effects import Decision, DeleteSession, SetTimer
+from .endings import (
+    abort_turn,
+    end_stopped,
     fail_turn,
-    model_failed,
+    host_calls,
     refuse_turn,
-    retry_model,
 )
+from .flow import advance_turn
+from .hook_calls import hook_overdue
+from .replies import (
+    answered_by_sub_turn,
+    call_of,
+    call_waiting,
+    delivery_lost,
+    model_reply,
+    plan_lost,
+    tool_progress,
+    tool_reply,
+)
+from .state import CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, TurnState, copy_state
+from .steps import begin_turn, model_failed, retry_model
+
+LOSSES_MAX = 5
 
 
 class Start(NamedTuple):
@@ -54,7 +73,31 @@ class Start(NamedTuple):
     problem: ErrorInfo | None = None
 
 
-Input: TypeAlias = Start | ModelReply | ToolReply | ToolProgress | DeliveryLost | CallWaiting | TimerFired
+class Transfer(NamedTuple):
+    """A `hand_off` whose agent was resolved: the plan that the turn goes on with, or why it cannot."""
+
+    command: HandOff
+    plan_id: str
+    problem: ErrorInfo | None = None
+
+
+Input: TypeAlias = (
+    Start
+    | SteerTurn
+    | CancelSteering
+    | AbortTurn
+    | ResumeTurn
+    | DecideApprovals
+    | DeleteSessionCommand
+    | Transfer
+    | ModelReply
+    | ToolReply
+    | ToolProgress
+    | DeliveryLost
+    | CallWaiting
+    | SubTurnEnded
+    | TimerFired
+)
 
 
 class Limits(NamedTuple):
@@ -74,174 +117,161 @@ def advance(
 ) -> Decision:
     """Decide on one message. `plans` holds the plans that `state.plan_ids` and the message name."""
     draft = Draft(copy_state(state), session_id, now_ms, plans, limits.losses_max)
+    _decide(draft, message, limits)
+    if draft.discarded is not None:
+        return Decision(state, draft.effects, discarded=draft.discarded)
+    _settle(draft)
+    _set_timer(draft)
+    return Decision(draft.state, draft.effects, draft.live, draft.new_turn)
+
+
+def _decide(draft: Draft, message: Input, limits: Limits) -> None:
     match message:
         case Start():
             _start(draft, message, limits)
         case ModelReply():
-            _model_reply(draft, message)
+            model_reply(draft, message)
         case ToolReply():
-            _tool_reply(draft, message)
+            tool_reply(draft, message)
         case ToolProgress():
-            _tool_progress(draft, message)
+            tool_progress(draft, message)
         case DeliveryLost():
-            _delivery_lost(draft, message)
+            delivery_lost(draft, message)
         case CallWaiting():
-            _call_waiting(draft, message)
+            call_waiting(draft, message)
         case TimerFired():
             _timer_fired(draft)
+        case SubTurnEnded():
+            answered_by_sub_turn(draft, message)
+        case Transfer():
+            _transfer(draft, message)
+        case SteerTurn():
+            commands.steer(draft, message, limits.queued_turns_max)
+        case CancelSteering():
+            commands.cancel_steering(draft, message)
+        case AbortTurn():
+            commands.abort(draft, message)
+        case ResumeTurn():
+            commands.resume(draft, message)
+        case DecideApprovals():
+            commands.decide_approvals(draft, message)
+        case DeleteSessionCommand():
+            commands.delete_session(draft, message)
         case _:
             assert_never(message)
-    if draft.discarded is not None:
-        return Decision(state, draft.effects, discarded=draft.discarded)
-    _set_timer(draft)
-    return Decision(draft.state, draft.effects, draft.live, draft.new_turn)
+
+
+def _settle(draft: Draft) -> None:
+    """Behind the end of a turn: the next one of the queue, or the end of the session."""
+    state = draft.state
+    while state.turn is None and state.queue:
+        queued = state.queue.pop(0)
+        _begin(draft, queued, was_queued=True)
+    if state.turn is None and state.deletions:
+        draft.effects.append(DeleteSession())
+        for request_id in state.deletions:
+            draft.reply(request_id, Answer(done=True))
+        # What is left is a record without a content: the script removes it with everything else.
+        draft.state = SessionState(timer_ms=state.timer_ms)
+
+
+def _begin(draft: Draft, queued: QueuedTurn, *, was_queued: bool = False) -> None:
+    begin_turn(draft, queued, was_queued=was_queued)
+    turn = draft.state.turn
+    if turn is not None:
+        advance_turn(draft, turn)
+
+
+# ---- a new turn
 
 
 def _start(draft: Draft, start: Start, limits: Limits) -> None:
     command, state = start.command, draft.state
     known = {queued.command.turn_id for queued in state.queue}
     if state.turn is not None:
-        known.add(state.turn.turn_id)
+        known |= {state.turn.turn_id, *state.turn.steered}
     if command.turn_id in known:
-        return draft.discard("duplicate_turn")
+        draft.discard("duplicate_turn")
+        if command.answer:
+            draft.reply(command.turn_id, Answer(turn_id=command.turn_id))
+        return None
     draft.new_turn = command.turn_id
+    draft.keep_blobs(*command.messages)
     if start.problem is not None:
         return refuse_turn(draft, command, start.problem)
     if state.turn is None:
-        return begin_turn(draft, command, start.plan_id)
-    if len(state.queue) >= limits.queued_turns_max:
-        text = (
-            f"{len(state.queue)} turns wait on session {command.session_id} already: raise TURNMILL_SESSION_QUEUE_MAX"
-        )
-        return refuse_turn(draft, command, ErrorInfo(kind=ErrorKind.QUEUE_FULL, message=text))
-    state.queue.append(QueuedTurn(command, start.plan_id))
+        return _begin(draft, QueuedTurn(command, start.plan_id))
+    refusal = _busy(draft, state.turn, command, limits)
+    if refusal is not None:
+        return refuse_turn(draft, command, refusal)
+    if command.on_busy == "steer" and state.turn.phase is not TurnPhase.ABORTING:
+        return _steer_instead(draft, state.turn, command)
+    queued = QueuedTurn(command, start.plan_id)
+    if command.on_busy == "interrupt":
+        state.queue.insert(0, queued)
+        draft.record_queued(command)
+        _answer_start(draft, command)
+        return abort_turn(draft, state.turn, f"interrupted by turn {command.turn_id}")
+    state.queue.append(queued)
     draft.record_queued(command)
+    return _answer_start(draft, command)
+
+
+def _answer_start(draft: Draft, command: StartTurn) -> None:
+    if command.answer:
+        draft.reply(command.turn_id, Answer(turn_id=command.turn_id))
+
+
+def _busy(draft: Draft, live: TurnState, command: StartTurn, limits: Limits) -> ErrorInfo | None:
+    """Why a new turn may not come behind the live one; None where it may."""
+    state, session = draft.state, command.session_id
+    if live.phase is TurnPhase.SUSPENDED and command.on_busy != "interrupt":
+        pending = host_calls(live) or (live.answered if live.failed_exchange is not None else [])
+        if pending:
+            text = f"turn {live.turn_id} of session {session} waits for the results of {', '.join(pending)}"
+            return ErrorInfo(kind=ErrorKind.TOOL_RESULTS_REQUIRED, message=text, pending=pending)
+        pending = commands.waiting_approvals(live)
+        text = f"turn {live.turn_id} of session {session} waits for a person to approve {', '.join(pending)}"
+        return ErrorInfo(kind=ErrorKind.APPROVAL_REQUIRED, message=text, pending=pending)
+    if command.on_busy == "reject":
+        text = f"turn {live.turn_id} is live on session {session} (on_busy=reject)"
+        return ErrorInfo(kind=ErrorKind.SESSION_BUSY, message=text)
+    waiting = len(live.steering) if command.on_busy == "steer" else len(state.queue)
+    if waiting >= limits.queued_turns_max:
+        text = f"{waiting} turns wait on session {session} already: raise TURNMILL_SESSION_QUEUE_MAX"
+        return ErrorInfo(kind=ErrorKind.QUEUE_FULL, message=text)
     return None
 
 
-def _model_reply(draft: Draft, reply: ModelReply) -> None:
-    turn = _turn_of(draft, reply)
-    if (
-        turn is None
-        or turn.phase is not TurnPhase.MODEL
-        or reply.call != str(turn.step)
-        or reply.attempt != turn.attempt
-    ):
-        return draft.discard("stale_model_reply")
+def _steer_instead(draft: Draft, live: TurnState, command: StartTurn) -> None:
+    """The messages join the live turn; the turn that was asked for does not come to be."""
+    draft.new_turn = None
+    for index, message in enumerate(command.messages):
+        steering_id = command.turn_id if index == 0 else f"{command.turn_id}.{index}"
+        commands.add_steering(draft, live, Steering(steering_id, message))
+    if command.answer:
+        draft.reply(command.turn_id, Answer(turn_id=live.turn_id, steering_id=command.turn_id))
+
+
+def _transfer(draft: Draft, transfer: Transfer) -> None:
+    """The agent of a handoff is known: the call has its result, and the next step is that agent's."""
+    turn = commands.live_turn(draft, transfer.command.turn_id)
+    call = call_of(turn, transfer.command.call)
+    if turn is None or call is None or call.status is not CallStatus.RUNNING:
+        return draft.discard("stale_transfer")
     if draft.plan_of(turn) is None:
-        return _plan_lost(draft, turn)
-    if reply.error is not None or reply.message is None:
-        error = reply.error or ErrorInfo(kind=ErrorKind.INTERNAL, message="a model reply without message or error")
-        return model_failed(draft, turn, error)
-    return accept_reply(draft, turn, reply)
+        return plan_lost(draft, turn)
+    name = transfer.command.agent.partition("@")[0]
+    if transfer.problem is not None:
+        result = pairing.error_result(call.tool_call, f"execution failed ({transfer.problem.message})")
+    else:
+        turn.next_plan_id = transfer.plan_id
+        result = pairing.handed_off(call.tool_call, name)
+    end_call(draft, turn, call, result)
+    return advance_turn(draft, turn)
 
 
-def _tool_reply(draft: Draft, reply: ToolReply) -> None:
-    turn = _turn_of(draft, reply)
-    call = _call_of(turn, reply.call)
-    if turn is None or call is None:
-        return draft.discard("stale_tool_reply")
-    if call.status is not CallStatus.RUNNING or call.attempt != reply.attempt:
-        return draft.discard("late_tool_reply" if call.status is CallStatus.DONE else "stale_tool_reply")
-    plan = draft.plan_of(turn)
-    if plan is None:
-        return _plan_lost(draft, turn)
-    if reply.error is not None and reply.error.retryable:
-        call.failures += 1
-        if call.failures < plan.tools[call.tool_call.name].max_attempts:
-            call.status = CallStatus.BACKOFF
-            delay_ms = draft.backoff_ms(plan.agent.retry, call.failures)
-            call.due_ms = draft.now_ms + max(delay_ms, int((reply.error.retry_after_seconds or 0) * 1000))
-            return None
-    result = reply.result
-    if result is None:
-        text = reply.error.message if reply.error else "the worker sent no result"
-        result = pairing.error_result(call.tool_call, f"execution failed ({text})")
-    return end_call(draft, turn, call, result, reply.duration_seconds)
-
-
-def _tool_progress(draft: Draft, progress: ToolProgress) -> None:
-    turn = _turn_of(draft, progress)
-    call = _call_of(turn, progress.call)
-    fits = (
-        turn is not None
-        and call is not None
-        and call.status is CallStatus.RUNNING
-        and call.attempt == progress.attempt
-        and progress.sequence > call.progress_sequence
-    )
-    if not fits:
-        return draft.discard("stale_progress")
-    assert turn is not None and call is not None
-    call.progress_sequence = progress.sequence
-    draft.publish(
-        ToolExecutionProgress(
-            step_number=turn.step,
-            index=call.index,
-            tool_call_id=call.tool_call.id,
-            name=call.tool_call.name,
-            message=progress.message,
-            data=progress.data,
-        )
-    )
-    return None
-
-
-def _delivery_lost(draft: Draft, lost: DeliveryLost) -> None:
-    turn = _turn_of(draft, lost)
-    if turn is None:
-        return draft.discard("stale_loss")
-    if draft.plan_of(turn) is None:
-        return _plan_lost(draft, turn)
-    if turn.phase is TurnPhase.MODEL and lost.call == str(turn.step) and lost.attempt == turn.attempt:
-        return _model_lost(draft, turn)
-    call = _call_of(turn, lost.call)
-    if call is None or call.status is not CallStatus.RUNNING or call.attempt != lost.attempt:
-        return draft.discard("stale_loss")
-    return _call_lost(draft, turn, call)
-
-
-def _model_lost(draft: Draft, turn: TurnState) -> None:
-    turn.losses += 1
-    if turn.losses >= draft.losses_max:
-        text = f"step {turn.step} was lost with its LLM worker {turn.losses} times (TURNMILL_MAX_ATTEMPTS)"
-        return fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.DELIVERY_LOST, message=text))
-    return retry_model(draft, turn)
-
-
-def _call_lost(draft: Draft, turn: TurnState, call: CallState) -> None:
-    call.losses += 1
-    spec = draft.plan(turn).tools[call.tool_call.name]
-    if spec.retry_when_lost and call.losses < draft.losses_max:
-        call.attempt += 1
-        return dispatch_call(draft, turn, call)
-    return end_call(draft, turn, call, pairing.outcome_unknown(call.tool_call))
-
-
-def _call_waiting(draft: Draft, waiting: CallWaiting) -> None:
-    turn = _turn_of(draft, waiting)
-    call = _call_of(turn, waiting.call)
-    if turn is None or call is None or call.status is not CallStatus.RUNNING or call.attempt != waiting.attempt:
-        return draft.discard("stale_finding")
-    plan = draft.plan_of(turn)
-    if plan is None:
-        return _plan_lost(draft, turn)
-    spec = plan.tools[call.tool_call.name]
-    if waiting.expired:
-        return end_call(draft, turn, call, pairing.not_started(call.tool_call, spec.start_timeout_seconds))
-    if call.waiting_announced:
-        return draft.discard("stale_finding")
-    call.waiting_announced = True
-    draft.publish(
-        ToolExecutionWaiting(
-            step_number=turn.step,
-            index=call.index,
-            tool_call_id=call.tool_call.id,
-            name=call.tool_call.name,
-            queue=spec.queue,
-        )
-    )
-    return None
+# ---- time
 
 
 def _timer_fired(draft: Draft) -> None:
@@ -249,51 +279,62 @@ def _timer_fired(draft: Draft) -> None:
     turn = draft.state.turn
     if turn is None:
         return None
+    if turn.phase is TurnPhase.ABORTING:
+        return end_stopped(draft, turn) if turn.due_ms <= draft.now_ms else None
     if draft.plan_of(turn) is None:
-        return _plan_lost(draft, turn)
-    if turn.phase is TurnPhase.TOOLS:
-        return _calls_due(draft, turn)
-    if turn.due_ms > draft.now_ms:
-        return None
-    if turn.phase is TurnPhase.BACKOFF:
-        return retry_model(draft, turn)
+        return plan_lost(draft, turn)
+    if turn.deadline_ms is not None and turn.deadline_ms <= draft.now_ms:
+        text = f"turn {turn.turn_id} was not done by its deadline (turn_timeout)"
+        return fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.DEADLINE_EXCEEDED, message=text))
+    match turn.phase:
+        case TurnPhase.TOOLS | TurnPhase.SUSPENDED:
+            return _calls_due(draft, turn)
+        case TurnPhase.HOOK:
+            return hook_overdue(draft, turn) if turn.hook is not None and turn.hook.due_ms <= draft.now_ms else None
+        case TurnPhase.BACKOFF:
+            return retry_model(draft, turn) if turn.due_ms <= draft.now_ms else None
+        case TurnPhase.MODEL:
+            return _model_overdue(draft, turn) if turn.due_ms <= draft.now_ms else None
+        case _:
+            assert_never(turn.phase)
+
+
+def _model_overdue(draft: Draft, turn: TurnState) -> None:
     seconds = draft.plan(turn).agent.model_timeout_seconds
     text = f"no reply to step {turn.step} within {seconds:g} s (model_timeout_seconds)"
-    return model_failed(draft, turn, ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True))
+    error = ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True)
+    if turn.compacting:
+        turn.compacting = ""
+        error = turn.overflow or error
+        turn.overflow = None
+    model_failed(draft, turn, error)
 
 
 def _calls_due(draft: Draft, turn: TurnState) -> None:
-    for call in list(turn.calls):
-        if call.due_ms > draft.now_ms or draft.state.turn is not turn or turn.phase is not TurnPhase.TOOLS:
+    """Each call whose time has come; the turn goes on once, behind all of them."""
+    expired = []
+    changed = False
+    for call in turn.calls:
+        if call.due_ms > draft.now_ms:
             continue
-        if call.status is CallStatus.BACKOFF:
-            call.attempt += 1
-            dispatch_call(draft, turn, call)
-        elif call.status is CallStatus.RUNNING:
-            seconds = call_deadline_seconds(draft.plan(turn), call)
-            end_call(draft, turn, call, pairing.timed_out(call.tool_call, seconds))
-
-
-def _plan_lost(draft: Draft, turn: TurnState) -> None:
-    text = f"the plan {turn.plan_id} of turn {turn.turn_id} is gone (TURNMILL_PLAN_TTL, or the engine lost data)"
-    fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.STATE_LOST, message=text))
-
-
-def _turn_of(
-    draft: Draft, message: ModelReply | ToolReply | ToolProgress | DeliveryLost | CallWaiting
-) -> TurnState | None:
-    turn = draft.state.turn
-    return turn if turn is not None and turn.turn_id == message.turn_id else None
-
-
-def _call_of(turn: TurnState | None, name: str) -> CallState | None:
-    """The call of a wire name such as `2.0`: the first call of step 2."""
-    if turn is None or turn.phase is not TurnPhase.TOOLS:
-        return None
-    step, _, index = name.partition(".")
-    if step != str(turn.step) or not index.isdecimal() or len(index) > 4 or int(index) >= len(turn.calls):
-        return None
-    return turn.calls[int(index)]
+        match call.status:
+            case CallStatus.BACKOFF:
+                call.attempt += 1
+                dispatch_call(draft, turn, call)
+            case CallStatus.RUNNING:
+                end_call(draft, turn, call, call_overdue(draft, turn, call))
+                changed = True
+            case CallStatus.APPROVAL:
+                commands.conclude_approval(draft, turn, call, approved=False, reason="expired", expired=True)
+                expired.append(call.tool_call.id)
+            case CallStatus.QUEUED | CallStatus.HOST | CallStatus.DONE:
+                continue
+            case _:
+                assert_never(call.status)
+    if expired:
+        commands.wake_after_expiry(draft, turn, expired)
+    elif changed:
+        advance_turn(draft, turn)
 
 
 def _set_timer(draft: Draft) -> None:
@@ -312,10 +353,22 @@ def _set_timer(draft: Draft) -> None:
 def _earliest_due(turn: TurnState | None) -> int | None:
     if turn is None:
         return None
-    if turn.phase is not TurnPhase.TOOLS:
+    due = _phase_due(turn)
+    if turn.deadline_ms is None or turn.phase is TurnPhase.ABORTING:
+        return due
+    return turn.deadline_ms if due is None else min(due, turn.deadline_ms)
+
+
+def _phase_due(turn: TurnState) -> int | None:
+    """When what the turn waits for is overdue; None where it may wait for ever."""
+    if turn.phase is TurnPhase.HOOK and turn.hook is not None:
+        return turn.hook.due_ms
+    if turn.phase is not TurnPhase.TOOLS and turn.phase is not TurnPhase.SUSPENDED:
         return turn.due_ms
-    waiting = [call.due_ms for call in turn.calls if call.status in (CallStatus.RUNNING, CallStatus.BACKOFF)]
+    waiting = [call.due_ms for call in turn.calls if call.status in _WITH_DUE]
     return min(waiting, default=None)
 
 
-__all__ = ["Input", "Limits", "Start", "advance"]
+_WITH_DUE = (CallStatus.RUNNING, CallStatus.BACKOFF, CallStatus.APPROVAL)
+
+__all__ = ["Input", "Limits", "Start", "Transfer", "advance"]

@@ -65,6 +65,14 @@ def not_executed(call: ToolCall, reason: str) -> ToolResult:
     return error_result(call, f"not executed ({reason})")
 
 
+def handed_off(call: ToolCall, agent_id: str) -> ToolResult:
+    return ToolResult(tool_call_id=call.id, tool_name=call.name, result=f"The conversation goes on with {agent_id}.")
+
+
+def stopped(call: ToolCall, reason: str) -> ToolResult:
+    return error_result(call, f"stopped ({reason}); whether the call took effect is unknown")
+
+
 def settle(call: CallState, result: ToolResult) -> None:
     """Give a call its one result, under its own id whatever the worker wrote."""
     assert call.status is not CallStatus.DONE, "a call has one result"

@@ -21,10 +21,7 @@ from turnmill.protocol.keys import (
     tool_queue,
 )
 from turnmill.protocol.logs import get_logger
-from turnmill.protocol.messages import (
-    DeliveryLost,
-    ModelReply,
-)
+from turnmill.protocol.messages import Answer, DeliveryLost, ModelReply
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan
@@ -32,15 +29,24 @@ from turnmill.protocol.streams import Delivery, create_groups, is_group_missing,
 
 from .dispatch import DispatchWindow
 from .door import Arrived, Door, Removal, in_place_of
-from .effects import Count, Decision, DispatchModel, DispatchTool
-from .machine import Limits, Start, advance
+from .effects import Count, Decision, DispatchModel, DispatchTool, Effect, Reply
+from .machine import Limits, Start, Transfer, advance
 from .registry import Registry
 from .state import SessionState
 from .store import STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
+from .telemetry import RuntimeTelemetry
 
 _log = get_logger(__name__)
 _CACHED_SESSIONS_MAX = 20_000
 _CACHED_PLANS_MAX = 2_000
+
+
+def _known_turn(state: SessionState, start: Start) -> Decision:
+    """A turn that is known already, and maybe ended: whoever asks again is told that it was accepted."""
+    effects: list[Effect] = [Count("duplicate_turn")]
+    if start.command.answer:
+        effects.append(Reply(start.command.turn_id, Answer(turn_id=start.command.turn_id)))
+    return Decision(state, effects, discarded="duplicate_turn")
 
 
 def new_writer() -> str:
@@ -72,6 +78,7 @@ class Partition:
         self._last: asyncio.Future[None] | None = None
         self.in_flight: set[tuple[str, bytes]] = set()
         self.counters: dict[str, int] = {}
+        self._telemetry = RuntimeTelemetry()
         self._door = Door(engine, self.keys, len(keys.partitions), secret, self._count)
 
     def forget(self) -> None:
@@ -81,6 +88,7 @@ class Partition:
     async def take_over(self) -> None:
         """Get ready after the lease was taken."""
         self.forget()
+        self._telemetry.forget()
         self._store.writer = new_writer()
         queues = await self._engine.call("SMEMBERS", self.keys.queues)
         self._queues = {name.decode() for name in queues}
@@ -228,7 +236,11 @@ class Partition:
             await self._note_queues(commits)
             reply = self._store.commit(commits, now_ms, self.window.admit)
         again: list[Arrived] = []
-        for commit, result in zip(commits, await reply, strict=True):
+        results = await reply
+        if self._telemetry.is_active:
+            landed = [commit for commit, result in zip(commits, results, strict=True) if result > 0]
+            self._telemetry.committed(landed, now_ms)
+        for commit, result in zip(commits, results, strict=True):
             if result == STALE:
                 self._count("stale_commits")
             elif result == TURN_EXISTS:
@@ -269,6 +281,8 @@ class Partition:
             starts = 0
             for position, item in enumerate(items):
                 message = item.message
+                if isinstance(message, Transfer):
+                    items[position] = item._replace(message=await self._resolve_transfer(message))
                 if not isinstance(message, Start):
                     continue
                 starts += 1
@@ -286,6 +300,12 @@ class Partition:
                 await self._load_plans(self._sessions[session_id].state)
         return postponed
 
+    async def _resolve_transfer(self, transfer: Transfer) -> Transfer:
+        resolved = await self._registry.resolve_agent(self.keys, transfer.command.agent)
+        if resolved.plan is not None:
+            self._plans[resolved.plan_id] = resolved.plan
+        return Transfer(transfer.command, resolved.plan_id, resolved.problem)
+
     async def _load_plans(self, state: SessionState) -> None:
         for plan_id in state.plan_ids:
             if plan_id not in self._plans:
@@ -295,12 +315,13 @@ class Partition:
 
     def _decide(self, session_id: str, items: list[Arrived], now_ms: int, known: set[str]) -> SessionCommit:
         version, state, writer = self._sessions[session_id]
+        before = state
         decisions = []
         changed = False
         for item in items:
             message = item.message
             if isinstance(message, Start) and message.command.turn_id in known:
-                decisions.append(Decision(state, [Count("duplicate_turn")], discarded="duplicate_turn"))
+                decisions.append(_known_turn(state, message))
                 continue
             decision = advance(state, message, now_ms, session_id, self._plans, self._limits)
             changed = changed or decision.discarded is None
@@ -317,6 +338,7 @@ class Partition:
             live,
             new_turn,
             writer,
+            before,
         )
 
     async def _note_queues(self, commits: list[SessionCommit]) -> None:

@@ -7,8 +7,8 @@ the first state refers to it; it is refreshed while it is used, so that it outli
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,7 @@ from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec, content_hash
 
 _FRESH_SECONDS = 2.0
 _CACHE_MAX = 2000
+_MERGED = ("hooks", "approvals")
 _decode_agent = msgspec.json.Decoder(AgentSpec).decode
 _decode_tool = msgspec.json.Decoder(ToolSpec).decode
 _decode_plan = msgspec.json.Decoder(Plan).decode
@@ -53,7 +54,7 @@ async def publish(engine: Engine, keys: Keys, agents: Iterable[AgentSpec], tools
 
 
 class Registry:
-    """Resolves commands to plans for one coordinator."""
+    """Resolves agents to plans for one coordinator."""
 
     def __init__(self, engine: Engine, keys: Keys, plan_ttl_seconds: int) -> None:
         self._engine = engine
@@ -63,13 +64,23 @@ class Registry:
         self._written: dict[tuple[int, str], float] = {}
 
     async def resolve(self, partition: PartitionKeys, command: StartTurn) -> Resolved:
-        """The plan of a command, written to its partition. What is wrong with the agent is an answer, not an error."""
-        key = (command.agent, msgspec.json.encode(command.overrides) if command.overrides else b"")
+        """The plan of a command, written to its partition."""
+        return await self.resolve_agent(partition, command.agent, command.overrides)
+
+    async def resolve_agent(
+        self, partition: PartitionKeys, reference: str, overrides: Mapping[str, Any] | None = None
+    ) -> Resolved:
+        """The plan of an agent (`name` or `name@version`), written to the partition that will use it.
+
+        `overrides` replace fields of the definition; `hooks`, `approvals` and `own_tools` are merged by their keys. What
+        is wrong with the agent is an answer, not an error.
+        """
+        key = (reference, msgspec.json.encode(overrides) if overrides else b"")
         cached = self._resolved.get(key)
         if cached is not None and cached[0] > time.monotonic():
             resolved = cached[1]
         else:
-            resolved = await self._build(command)
+            resolved = await self._build(reference, overrides or {})
             if len(self._resolved) >= _CACHE_MAX:
                 self._resolved.clear()
             self._resolved[key] = (time.monotonic() + _FRESH_SECONDS, resolved)
@@ -90,27 +101,57 @@ class Registry:
         await self._engine.call("SET", partition.plan(plan_id), body, "PX", self._plan_ttl_ms)
         self._written[partition.partition, plan_id] = time.monotonic() + self._plan_ttl_ms / 4000
 
-    async def _build(self, command: StartTurn) -> Resolved:
-        spec, problem = await self._agent(command.agent)
+    async def _build(self, reference: str, overrides: Mapping[str, Any]) -> Resolved:
+        spec, problem = await self._agent(reference)
         if spec is None:
             return Resolved("", None, problem)
         try:
-            spec = msgspec.convert({**msgspec.to_builtins(spec), **command.overrides}, AgentSpec)
+            spec = _merged(spec, overrides)
         except msgspec.ValidationError as error:
             return _refused(ErrorKind.BAD_REQUEST, f"the turn's options do not fit agent {spec.name!r}: {error}")
-        tools: dict[str, ToolSpec] = {}
-        if spec.tools:
-            bodies = await self._engine.call("HMGET", self._keys.tools, *spec.tools)
-            missing = [name for name, body in zip(spec.tools, bodies, strict=True) if body is None]
-            if missing:
-                return _refused(
-                    ErrorKind.UNKNOWN_TOOL,
-                    f"agent {spec.name!r} names tools that nobody registered: {', '.join(missing)}. "
-                    "Start `turnmill worker tools APP` with the app that defines them",
-                )
-            tools = {name: _decode_tool(body) for name, body in zip(spec.tools, bodies, strict=True)}
-        plan = Plan(agent=spec, tools=tools)
+        own = {tool.name: tool for tool in spec.own_tools if tool.name in spec.tools}
+        problem = _unusable_approvals(spec, overrides) or await self._unknown_agents(spec.name, own)
+        if problem is not None:
+            return Resolved("", None, problem)
+        registered, problem = await self._registered(spec, [name for name in spec.tools if name not in own])
+        if problem is not None:
+            return Resolved("", None, problem)
+        tools = {name: own.get(name) or registered[name] for name in spec.tools}
+        # What its own tools are stands in `tools` from here on.
+        plan = Plan(agent=msgspec.structs.replace(spec, own_tools=[]), tools=tools)
         return Resolved(content_hash(plan), plan, None)
+
+    async def _registered(self, spec: AgentSpec, names: list[str]) -> tuple[dict[str, ToolSpec], ErrorInfo | None]:
+        """The tools of workers by name."""
+        if not names:
+            return {}, None
+        bodies = await self._engine.call("HMGET", self._keys.tools, *names)
+        missing = [name for name, body in zip(names, bodies, strict=True) if body is None]
+        if missing:
+            text = (
+                f"agent {spec.name!r} names tools that nobody registered: {', '.join(missing)}. "
+                "Start `turnmill worker tools APP` with the app that defines them"
+            )
+            return {}, ErrorInfo(kind=ErrorKind.UNKNOWN_TOOL, message=text)
+        return {name: _decode_tool(body) for name, body in zip(names, bodies, strict=True)}, None
+
+    async def _unknown_agents(self, name: str, own: dict[str, ToolSpec]) -> ErrorInfo | None:
+        """Why a tool cannot lead where it should: its agent is not published."""
+        leading = [tool for tool in own.values() if tool.kind in ("agent", "handoff")]
+        if not leading:
+            return None
+        bodies = await self._engine.call("HMGET", self._keys.agents, *[tool.agent or "" for tool in leading])
+        unknown = [tool for tool, body in zip(leading, bodies, strict=True) if body is None]
+        if not unknown:
+            return None
+        targets = ", ".join(
+            f"{tool.agent!r} (tool {tool.name!r})" if tool.agent else f"none (tool {tool.name!r})" for tool in unknown
+        )
+        text = (
+            f"tools of agent {name!r} lead to agents that are not published in the namespace {self._keys.prefix!r}: "
+            f"{targets}. Start `turnmill worker tools APP` with the app that defines them, or publish them"
+        )
+        return ErrorInfo(kind=ErrorKind.UNKNOWN_AGENT, message=text)
 
     async def _agent(self, reference: str) -> tuple[AgentSpec | None, ErrorInfo | None]:
         name, _, version = reference.partition("@")
@@ -125,6 +166,32 @@ class Registry:
             )
             return None, ErrorInfo(kind=ErrorKind.UNKNOWN_AGENT, message=text)
         return _decode_agent(body), None
+
+
+def _merged(spec: AgentSpec, overrides: Mapping[str, Any]) -> AgentSpec:
+    """The agent's definition with a turn's options in it. Raises `msgspec.ValidationError` for what does not fit."""
+    if not overrides:
+        return spec
+    own = msgspec.convert(overrides.get("own_tools", []), list[ToolSpec])
+    fields = msgspec.to_builtins(spec)
+    for name, value in overrides.items():
+        known = fields.get(name)
+        fields[name] = {**known, **value} if name in _MERGED and known and isinstance(value, dict) else value
+    merged = msgspec.convert(fields, AgentSpec)
+    tools = {tool.name: tool for tool in [*spec.own_tools, *own]}
+    return msgspec.structs.replace(merged, own_tools=list(tools.values()))
+
+
+def _unusable_approvals(spec: AgentSpec, overrides: Mapping[str, Any]) -> ErrorInfo | None:
+    """A turn that wants an approval of calls that do not exist has probably another tool in mind."""
+    unknown = [name for name in overrides.get("approvals", {}) if name not in spec.tools]
+    if not unknown:
+        return None
+    text = (
+        f"the turn's approvals name {', '.join(unknown)}, which is not among the tools of agent {spec.name!r}: "
+        f"{', '.join(spec.tools) or 'none'}"
+    )
+    return ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text)
 
 
 def _refused(kind: ErrorKind, text: str) -> Resolved:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from turnmill.protocol.content import Message, ReasoningPart, Termination, ToolCall, ToolResult, Usage
+from turnmill.protocol.content import AttemptUsage, Cost, Message, Termination, ToolCall, ToolResult, Usage
+from turnmill.protocol.errors import DefinitionError
 from turnmill.protocol.events import (
     Event,
     ReasoningDelta,
@@ -18,7 +20,22 @@ from turnmill.protocol.events import (
     ToolResultReady,
     TurnSummary,
 )
-from turnmill.protocol.values import unpack_value
+from turnmill.protocol.json_answer import json_answer
+from turnmill.protocol.step_results import StepResult, step_result, step_results, unpack_message
+from turnmill.protocol.values import pack_value, unpack_value
+
+__all__ = [
+    "Exchange",
+    "ExchangeState",
+    "FunctionCall",
+    "SeenStep",
+    "StepCost",
+    "StepResult",
+    "TurnResult",
+    "build_result",
+    "step_result",
+    "unpack_message",
+]
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,30 +48,39 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     is_error: bool = False
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call and the calls it asked for."""
-
-    text: str
-    tool_calls: list[ToolCall] = []
-    tool_results: list[ToolResult] = []
-    reasoning_parts: list[ReasoningPart] = []
-    finish_reason: str | None = None
-    usage: Usage | None = None
-
-
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step used. `usage` is None where the provider told none."""
+    """What one step used and cost. Each is None where it is not known."""
 
     step: int
     model: str | None
     usage: Usage | None
+    cost: Cost | None = None
+
+
+class ExchangeState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a host's conversation stands: all it takes to go on with it, from any process."""
+
+    turn_id: str
+    session_id: str
+    status: str
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """A settled exchange. Its shape is frozen: it does not change without a major version."""
+
+    content: str | None
+    state: ExchangeState
+    pending: list[str]
+    signals: list[Any]
 
 
 class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a turn ended and what it said.
+    """How a turn ended, or rests, and what it said.
 
-    `text` is all text of the turn, `answer` that of its last step. `usage` is the sum over its steps. Times are seconds
-    since the epoch.
+    `text` is all text of the turn, `answer` that of its last step, `output` the answer as JSON where the agent was to
+    give that. `usage` and `total_cost` are sums over all provider calls, those of `attempts`, which gave no answer,
+    included. Of a suspended turn `pending` are the calls whose results the host owes, `approvals` those that a person
+    must decide on. Times are seconds since the epoch.
     """
 
     turn_id: str
@@ -76,12 +102,31 @@ class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     pending: list[ToolCall] = []
     signals: list[Any] = []
     output: Any = None
+    approvals: list[ToolCall] = []
+    attempts: list[AttemptUsage] = []
+    total_cost: Cost | None = None
+
+    @property
+    def content(self) -> str | None:
+        """The answer; None while the turn is suspended."""
+        return None if self.status == "suspended" else self.answer
+
+    @property
+    def exchange(self) -> Exchange:
+        """What a host that runs the tools itself needs of this result."""
+        return Exchange(
+            content=self.content,
+            state=ExchangeState(turn_id=self.turn_id, session_id=self.session_id, status=self.status),
+            pending=[call.id for call in self.pending],
+            signals=self.signals,
+        )
 
 
-def build_result(summary: TurnSummary, messages: list[Message]) -> TurnResult:
-    """The result of a turn; `messages` are the transcript's entries that the summary names."""
+def build_result(summary: TurnSummary, messages: list[Message], output_type: Any = None) -> TurnResult:
+    """The result of a turn; `messages` are the transcript's entries that the summary names, `output_type` the pydantic
+    model of its output, where the caller has one."""
     messages = [unpack_message(message) for message in messages]
-    steps = _steps(messages)
+    steps = step_results(messages)
     return TurnResult(
         turn_id=summary.turn_id,
         session_id=summary.session_id,
@@ -99,23 +144,16 @@ def build_result(summary: TurnSummary, messages: list[Message]) -> TurnResult:
         messages=messages,
         function_calls=[call for step in steps for call in _function_calls(step)],
         cost=[
-            StepCost(step=message.step or 0, model=message.model, usage=message.usage)
+            StepCost(step=message.step or 0, model=message.model, usage=message.usage, cost=message.cost)
             for message in messages
-            if message.role == "assistant" and message.step is not None
+            if message.role == "assistant" and message.step is not None and not _is_interrupted(message)
         ],
-    )
-
-
-def step_result(messages: list[Message]) -> StepResult:
-    """The step of an assistant's message and the results behind it."""
-    assistant = messages[0]
-    return StepResult(
-        text=assistant.text,
-        tool_calls=assistant.tool_calls,
-        tool_results=[result for message in messages[1:] for result in message.tool_results],
-        reasoning_parts=assistant.reasoning,
-        finish_reason=assistant.finish_reason,
-        usage=assistant.usage,
+        pending=_calls(messages, summary.pending),
+        approvals=_calls(messages, summary.approvals),
+        signals=unpack_value(summary.signals),
+        output=_output(steps[-1].text, output_type) if summary.is_json and steps else None,
+        attempts=summary.attempts,
+        total_cost=summary.cost,
     )
 
 
@@ -163,13 +201,21 @@ class SeenStep:
         self._results: list[ToolResult] = []
 
 
-def _steps(messages: list[Message]) -> list[StepResult]:
-    """Only what this turn wrote: messages that were handed in as history have no step."""
-    steps: dict[int, list[Message]] = {}
-    for message in messages:
-        if message.step is not None:
-            steps.setdefault(message.step, []).append(message)
-    return [step_result(group) for _, group in sorted(steps.items()) if group[0].role == "assistant"]
+def _calls(messages: list[Message], ids: list[str]) -> list[ToolCall]:
+    """The calls of these ids, in the order of the ids; an id may come again in a later step."""
+    known = {call.id: call for message in messages for call in message.tool_calls}
+    return [known[call_id] for call_id in ids if call_id in known]
+
+
+def _is_interrupted(message: Message) -> bool:
+    """What its attempt used stands among the attempts that gave no answer."""
+    return message.metadata.get("turnmill") == "interrupted"
+
+
+def _output(text: str, output_type: Any) -> Any:
+    """The answer's JSON; the worker has checked it against the schema."""
+    value = json_answer(text)
+    return value if output_type is None else output_type.model_validate(value)
 
 
 def _function_calls(step: StepResult) -> list[FunctionCall]:
@@ -190,17 +236,25 @@ def _function_calls(step: StepResult) -> list[FunctionCall]:
     return calls
 
 
-def unpack_message(message: Message) -> Message:
-    """Bytes in free values restored."""
-    if not message.tool_results:
-        return message
-    parts = [
-        msgspec.structs.replace(
-            part, tool_result=msgspec.structs.replace(part.tool_result, result=unpack_value(part.tool_result.result))
-        )
-        if hasattr(part, "tool_result")
-        else part
-        for part in message.content
-        if not isinstance(part, str)
-    ]
-    return msgspec.structs.replace(message, content=parts)
+def results_of(given: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any]]) -> list[ToolResult]:
+    """A host's results in the form of the wire. Raises `DefinitionError` for what is none."""
+    if isinstance(given, Mapping):
+        given = [{"tool_call_id": call_id, "result": value} for call_id, value in given.items()]
+    return [_host_result(item) for item in given]
+
+
+def _host_result(item: ToolResult | Mapping[str, Any]) -> ToolResult:
+    if isinstance(item, ToolResult):
+        return msgspec.structs.replace(item, result=pack_value(item.result))
+    if not isinstance(item, Mapping) or not isinstance(item.get("tool_call_id"), str):
+        raise DefinitionError(f"{item!r} is no tool result: write {{'tool_call_id': ..., 'result': ...}}")
+    unknown = item.keys() - {"tool_call_id", "result", "is_error", "tool_name", "content"}
+    if unknown:
+        raise DefinitionError(f"a tool result has no field {', '.join(sorted(map(str, unknown)))}")
+    return ToolResult(
+        tool_call_id=item["tool_call_id"],
+        tool_name=str(item.get("tool_name", "")),
+        result=pack_value(item.get("result")),
+        is_error=bool(item.get("is_error", False)),
+        content=item.get("content"),
+    )

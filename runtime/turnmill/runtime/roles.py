@@ -24,6 +24,7 @@ from turnmill.workers.tool_worker import ToolWorker
 
 from .coordinator import Coordinator
 from .registry import publish
+from .telemetry import start_telemetry
 
 _log = get_logger(__name__)
 _PUBLISH_SECONDS = 15.0
@@ -89,11 +90,13 @@ async def run_llm_worker(settings: Settings, target: str | None, pools: list[str
 
 async def run_tool_worker(settings: Settings, target: str, queues: list[str], concurrency: int | None) -> None:
     app = load_app(target)
-    if not app.tools and not app.agents:
+    if not app.tools and not app.agents and not app.hooks:
         raise ConfigurationError(f"{target} defines no tool: decorate functions with @tool")
     async with open_engine(settings) as (engine, keys):
         await publish_app(engine, keys, app)
-        worker = ToolWorker(engine, keys, settings, app.tools, queues=queues or None, concurrency=concurrency)
+        worker = ToolWorker(
+            engine, keys, settings, app.tools, hooks=app.hooks, queues=queues or None, concurrency=concurrency
+        )
         keeping = asyncio.create_task(_keep_published(engine, keys, app, worker))
         try:
             await _serve(worker, settings)
@@ -141,7 +144,17 @@ def tune_collector() -> None:
 
 
 async def _serve(role: Role, settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT, then drain; a second signal, or the end of the drain's time, ends at once."""
+    """Run with the telemetry of the settings, until SIGTERM or SIGINT."""
+    stop_telemetry = start_telemetry(settings.telemetry)
+    try:
+        await _run_until_signal(role, settings)
+    finally:
+        # It sends what is left, and blocks while it does: nothing else runs any more.
+        stop_telemetry()
+
+
+async def _run_until_signal(role: Role, settings: Settings) -> None:
+    """Until SIGTERM or SIGINT, then drain; a second signal, or the end of the drain's time, ends at once."""
     tune_collector()
     loop = asyncio.get_running_loop()
     running = asyncio.ensure_future(role.run())

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from turnmill.protocol.content import ToolCall, ToolResult, Usage
-from turnmill.protocol.messages import StartTurn
+from turnmill.protocol.content import AttemptUsage, Cost, ErrorInfo, Message, ToolCall, ToolResult, Usage
+from turnmill.protocol.messages import Parent, Segment, StartTurn
+from turnmill.protocol.specs import HookSpec
 
 
 class TurnPhase(StrEnum):
@@ -24,13 +25,41 @@ class TurnPhase(StrEnum):
     """The model call failed; its next attempt waits for its time."""
     TOOLS = "tools"
     """Tool calls are with their workers, or wait for their next attempt."""
+    HOOK = "hook"
+    """A hook of the agent is with the worker that carries its code."""
+    SUSPENDED = "suspended"
+    """Nothing runs: calls wait for the host's results, or for a person's approval."""
+    ABORTING = "aborting"
+    """Stopped: what was under way may still say what it has."""
+
+
+class Stage(StrEnum):
+    """What comes next in a turn, in this order within a step."""
+
+    STEP = "step"
+    BEFORE_STEP = "before_step"
+    MODEL = "model"
+    BEFORE_CALLS = "before_calls"
+    """`position` is the call whose hook comes next; the same for the other stages that go through a list."""
+    POLICIES = "policies"
+    TOOLS = "tools"
+    AFTER_CALLS = "after_calls"
+    CLOSE = "close"
+    AFTER_STEP = "after_step"
+    CONDITIONS = "conditions"
+    SIGNALS = "signals"
+    FINISH = "finish"
 
 
 class CallStatus(StrEnum):
     """Where a tool call stands."""
 
     QUEUED = "queued"
-    """Not handed out yet: calls run one after the other."""
+    """Not handed out yet: calls run one after the other, or hooks come first."""
+    APPROVAL = "approval"
+    """Waits for a person to let it run."""
+    HOST = "host"
+    """Waits for its result from the host: no worker runs it."""
     RUNNING = "running"
     """With a tool worker, or on the way to one."""
     BACKOFF = "backoff"
@@ -53,6 +82,38 @@ class CallState(msgspec.Struct, array_like=True):
     progress_sequence: int = 0
     waiting_announced: bool = False
     result: ToolResult | None = None
+    deadline_ms: int = 0
+    """The end of a running attempt, whatever progress it makes; `due_ms` may come before it."""
+    is_approved: bool = False
+    child_turn_id: str = ""
+    """The sub-turn that answers the call."""
+
+
+class Steering(msgspec.Struct, array_like=True, frozen=True):
+    """A message for a live turn that no step has claimed yet."""
+
+    steering_id: str
+    message: Message
+
+
+class HookState(msgspec.Struct, array_like=True):
+    """The one hook that is under way. `index` is the call or condition it is about."""
+
+    point: str
+    spec: HookSpec
+    event: dict[str, Any]
+    index: int = 0
+    attempt: int = 1
+    losses: int = 0
+    due_ms: int = 0
+
+
+class Halt(msgspec.Struct, array_like=True, frozen=True):
+    """Why the turn ends when its step is closed: `kind` is the termination's."""
+
+    kind: str
+    name: str | None = None
+    reason: str | None = None
 
 
 class TurnState(msgspec.Struct, array_like=True):
@@ -84,6 +145,43 @@ class TurnState(msgspec.Struct, array_like=True):
     tenant: str = ""
     priority: int = 0
     trace: dict[str, str] = {}
+    stage: Stage = Stage.STEP
+    position: int = 0
+    hook: HookState | None = None
+    steering: list[Steering] = []
+    steered: list[str] = []
+    """The ids of steering that came, so that a repeated command is seen."""
+    injected: list[Message] = []
+    inject_at: int = 0
+    abort_reason: str | None = None
+    deadline_ms: int | None = None
+    parent: Parent | None = None
+    cost: Cost | None = None
+    step_cost: Cost | None = None
+    attempts: list[AttemptUsage] = []
+    signals: list[Any] = []
+    last_calls: list[str] = []
+    """Digests of the last step's calls, and of its errors with how many steps in a row they came."""
+    errors_in_a_row: dict[str, int] = {}
+    repairs: int = 0
+    compactions: int = 0
+    compacting: str = ""
+    """Why the model task under way shortens the conversation; empty where it answers."""
+    overflow: ErrorInfo | None = None
+    answered: list[str] = []
+    """Calls of the last step whose results came from the host."""
+    failed_exchange: ErrorInfo | None = None
+    """A single exchange that failed behind the host's results: `resume` repeats it."""
+    sub_turns: int = 0
+    next_plan_id: str = ""
+    """The plan that a handoff chose; the next step takes it."""
+    answer: str = ""
+    """The last answer, where a parent or a signal extractor is to be told."""
+    halt: Halt | None = None
+    warning: str = ""
+    """What the next step tells the model about its last calls."""
+    is_final: bool = False
+    """The step's reply asked for no call."""
 
 
 class QueuedTurn(msgspec.Struct, array_like=True):
@@ -91,6 +189,7 @@ class QueuedTurn(msgspec.Struct, array_like=True):
 
     command: StartTurn
     plan_id: str
+    steering: list[Steering] = []
 
 
 class SessionState(msgspec.Struct, array_like=True):
@@ -100,6 +199,15 @@ class SessionState(msgspec.Struct, array_like=True):
     turn: TurnState | None = None
     queue: list[QueuedTurn] = []
     timer_ms: int | None = None
+    view: list[Segment] = []
+    """What the model sees in place of the transcript's entries below `view_end`."""
+    view_end: int = 0
+    replaced: int = 0
+    """How many replacements there are."""
+    context_tokens: int = 0
+    """The size of the conversation as the last model call told it."""
+    deletions: list[str] = []
+    """Who waits for the session to be deleted."""
 
     @property
     def plan_ids(self) -> set[str]:
@@ -107,15 +215,19 @@ class SessionState(msgspec.Struct, array_like=True):
         needed = {queued.plan_id for queued in self.queue}
         if self.turn is not None:
             needed.add(self.turn.plan_id)
+            if self.turn.next_plan_id:
+                needed.add(self.turn.next_plan_id)
         return needed
 
 
 def copy_state(state: SessionState) -> SessionState:
-    """A copy that may be changed without the original seeing it; what is immutable is shared."""
+    """A copy that may be changed without the original seeing it; what is immutable is shared, and so are a turn's other
+    lists: they are replaced, never changed."""
     replace = msgspec.structs.replace
     turn = state.turn
     if turn is not None:
-        turn = replace(turn, calls=[replace(call) for call in turn.calls])
+        hook = turn.hook if turn.hook is None else replace(turn.hook)
+        turn = replace(turn, calls=[replace(call) for call in turn.calls], hook=hook)
     return replace(state, turn=turn, queue=list(state.queue))
 
 

@@ -1,47 +1,43 @@
-"""The life of a turn: its start, its steps, its calls and its end, as changes to a draft.
+"""The model's part of a turn: its start, the call of each step, and what becomes of the reply.
 
-The machine decides which of these happens; nothing here looks at a message's envelope.
+Nothing here looks at a message's envelope, and nothing decides what comes after the step: that is `flow`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from turnmill.protocol.content import ErrorInfo, Termination, ToolCall, ToolResult, Usage
+from turnmill.protocol.content import AttemptUsage, ErrorInfo, Message, TextPart
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import (
     LIVE_EVENTS,
+    ContextCompacted,
     Event,
     ReasoningDelta,
-    StepFinished,
+    SteeringApplied,
+    SteeringQueued,
     StepReset,
     StepRetrying,
     StepStarted,
-    StepSummary,
     TextDelta,
     ToolCallDelta,
-    ToolCallReady,
     ToolCallStarted,
-    ToolExecutionFinished,
-    ToolExecutionStarted,
-    ToolResultReady,
-    TurnFailed,
-    TurnFinished,
     TurnStarted,
-    TurnSummary,
 )
-from turnmill.protocol.messages import ModelReply, ModelTask, StartTurn, ToolTask
-from turnmill.protocol.specs import Plan, StopCondition
+from turnmill.protocol.messages import Answer, ModelReply, ModelTask, Segment, StartTurn
+from turnmill.protocol.specs import AgentSpec, Plan
 
 from . import pairing
+from .calls import GRACE_SECONDS
 from .draft import Draft
-from .effects import DispatchModel, DispatchTool
-from .state import CallState, CallStatus, TurnPhase, TurnState
+from .effects import DispatchModel, Replace
+from .endings import fail_turn, suspend_turn
+from .state import QueuedTurn, SessionState, Stage, TurnPhase, TurnState
+from .transcripts import rewinding, rewound_view
 
-LOSSES_MAX = 5
 RATE_LIMIT_WAITS_MAX = 50
-GRACE_SECONDS = 5.0
-"""How long a worker's own deadline may pass before the machine's takes its place."""
+COMPACTIONS_MAX = 2
+"""How often one step may shorten the conversation: trimmed, then summarized."""
 
 _LIVE: dict[str, type[TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta]] = {
     kind.type: kind for kind in LIVE_EVENTS
@@ -51,14 +47,16 @@ _LIVE: dict[str, type[TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDel
 # ---- start
 
 
-def begin_turn(draft: Draft, command: StartTurn, plan_id: str, *, was_queued: bool = False) -> None:
-    """Make the command's turn the live one and start its first step."""
+def begin_turn(draft: Draft, queued: QueuedTurn, *, was_queued: bool = False) -> None:
+    """Make the command's turn the live one. It has no step yet."""
+    command = queued.command
     agent_id = command.agent.partition("@")[0]
     state = draft.state
+    _rewind(state, command.rewind_to)
     turn = TurnState(
         turn_id=command.turn_id,
         agent_id=agent_id,
-        plan_id=plan_id,
+        plan_id=queued.plan_id,
         phase=TurnPhase.MODEL,
         started_ms=draft.now_ms,
         first_message=state.length,
@@ -66,52 +64,86 @@ def begin_turn(draft: Draft, command: StartTurn, plan_id: str, *, was_queued: bo
         tenant=command.tenant,
         priority=command.priority,
         trace=command.trace,
+        parent=command.parent,
+        deadline_ms=command.deadline_ms,
+        steering=queued.steering,
+        steered=[item.steering_id for item in queued.steering],
     )
     state.turn = turn
+    plan = draft.plan_of(turn)
+    messages = _messages(command, plan)
     draft.record_started(command, was_queued=was_queued)
     started = TurnStarted(
         turn_id=command.turn_id,
         agent_id=agent_id,
         session_id=draft.session_id,
-        messages=command.messages,
+        messages=messages,
         created_at=draft.now_ms / 1000,
+        parent_turn_id=command.parent.turn_id if command.parent is not None else None,
     )
     draft.open_channel(command.turn_id, started)
     draft.feed(command.turn_id, agent_id, started.type)
-    for message in command.messages:
+    for item in queued.steering:
+        draft.publish(SteeringQueued(steering_id=item.steering_id, message=item.message))
+    if command.answer and not was_queued:
+        draft.reply(command.turn_id, Answer(turn_id=command.turn_id))
+    for index, message in enumerate(messages):
+        if index == 0 and command.rewind_to is not None:
+            message = rewinding(message, min(command.rewind_to, turn.first_message))
         draft.append(msgspec.structs.replace(message, turn_id=command.turn_id))
-    if draft.plan_of(turn) is None:
-        text = f"the plan {plan_id} of turn {turn.turn_id} is gone"
+    if plan is None:
+        text = f"the plan {queued.plan_id} of turn {turn.turn_id} is gone"
         return fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.STATE_LOST, message=text))
-    return start_step(draft, turn)
+    if turn.deadline_ms is None and plan.agent.turn_timeout_seconds is not None:
+        turn.deadline_ms = draft.now_ms + int(plan.agent.turn_timeout_seconds * 1000)
+    return None
 
 
-def refuse_turn(draft: Draft, command: StartTurn, error: ErrorInfo) -> None:
-    """Answer on the turn's own channel, so that whoever waits there is told."""
-    draft.record_refused(command, error)
-    failed = TurnFailed(
-        error=error.message, error_type=error.kind, termination=Termination(kind="failed", error_type=error.kind)
-    )
-    draft.open_channel(command.turn_id, failed, closes=True)
-    draft.feed(command.turn_id, command.agent.partition("@")[0], "turn.failed", error.kind)
+def _messages(command: StartTurn, plan: Plan | None) -> list[Message]:
+    """The agent's prefix goes before a text, not before messages, which are used as they are."""
+    if plan is None or not plan.agent.user_prompt_prefix or not command.is_text:
+        return command.messages
+    message, prefix = command.messages[0], plan.agent.user_prompt_prefix
+    if isinstance(message.content, str):
+        return [msgspec.structs.replace(message, content=prefix + message.content)]
+    return [msgspec.structs.replace(message, content=[TextPart(prefix), *message.content])]  # a large text, stored apart
 
 
-# ---- the model's part of a step
+def _rewind(state: SessionState, index: int | None) -> None:
+    """Leave out of the model's view what the transcript holds from an entry on."""
+    if index is None:
+        return
+    state.view = rewound_view(state.view, state.view_end, min(index, state.length))
+    state.view_end = state.length
+
+
+# ---- a step
 
 
 def start_step(draft: Draft, turn: TurnState) -> None:
+    """The next step, with the steering that came until now. Claimed is claimed, whatever a hook says then."""
     turn.step += 1
     turn.step_first_message = draft.state.length
-    turn.phase = TurnPhase.MODEL
     turn.attempt = 1
-    turn.failures = turn.losses = turn.waits = 0
-    turn.calls = []
+    turn.failures = turn.losses = turn.waits = turn.compactions = 0
+    turn.calls, turn.injected, turn.answered = [], [], []
+    turn.is_final = False
     draft.publish(StepStarted(step_number=turn.step))
-    dispatch_model(draft, turn)
+    if turn.warning:
+        note = Message(role="user", content=turn.warning, turn_id=turn.turn_id, metadata={"turnmill": "loop_guard"})
+        draft.append(note)
+        turn.warning = ""
+    turn.inject_at = draft.state.length
+    for item in turn.steering:
+        draft.append(msgspec.structs.replace(item.message, turn_id=turn.turn_id))
+        draft.publish(SteeringApplied(steering_id=item.steering_id, step=turn.step))
+    turn.steering = []
 
 
-def dispatch_model(draft: Draft, turn: TurnState) -> None:
+def dispatch_model(draft: Draft, turn: TurnState, *, compact: bool = False) -> None:
     plan = draft.plan(turn)
+    state = draft.state
+    turn.phase = TurnPhase.MODEL
     turn.due_ms = draft.now_ms + int((plan.agent.model_timeout_seconds + GRACE_SECONDS) * 1000)
     call = str(turn.step)
     task = ModelTask(
@@ -122,26 +154,40 @@ def dispatch_model(draft: Draft, turn: TurnState) -> None:
         agent_id=turn.agent_id,
         plan=turn.plan_id,
         step_number=turn.step,
-        messages=draft.state.length,
+        messages=state.length,
         deadline_ms=turn.due_ms,
         with_tools=not turn.final_answer,
+        metadata=turn.metadata,
         trace=turn.trace,
+        view=state.view,
+        view_end=state.view_end,
+        injected=[] if compact else turn.injected,
+        inject_at=turn.inject_at if turn.injected else 0,
+        compact=compact,
     )
-    draft.live = f"{turn.turn_id}/{call}/{turn.attempt}"
+    draft.live = "" if compact else f"{turn.turn_id}/{call}/{turn.attempt}"
     draft.effects.append(DispatchModel(task, plan.pool, turn.tenant, turn.priority))
 
 
 def retry_model(draft: Draft, turn: TurnState) -> None:
     """The next attempt at the step's model call; what the last one published is void."""
     turn.attempt += 1
-    turn.phase = TurnPhase.MODEL
+    if turn.compacting:
+        return dispatch_model(draft, turn, compact=True)
     draft.publish(StepReset(step_number=turn.step, attempt=turn.attempt))
-    dispatch_model(draft, turn)
+    return dispatch_model(draft, turn)
 
 
-def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
+def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo, reply: ModelReply | None = None) -> None:
     """Wait for the next attempt, or fail the turn. A rate limit is a wait and costs no attempt."""
-    policy = draft.plan(turn).agent.retry
+    if reply is not None:
+        note_attempt(turn, reply, error.kind)
+    agent = draft.plan(turn).agent
+    if error.kind == ErrorKind.CONTEXT_OVERFLOW and turn.compactions < COMPACTIONS_MAX:
+        return start_compaction(draft, turn, "overflow", error)
+    if agent.mode == "single_exchange":
+        return _exchange_failed(draft, turn, error)
+    policy = agent.retry
     limited = error.kind == ErrorKind.RATE_LIMITED and error.retryable and turn.waits < RATE_LIMIT_WAITS_MAX
     if limited:
         turn.waits += 1
@@ -162,13 +208,47 @@ def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
             max_attempts=policy.max_attempts,
             delay=delay_ms / 1000,
             error=error.message,
+            usage=reply.usage if reply is not None else None,
+            cost=reply.cost if reply is not None else None,
         )
     )
     return None
 
 
-def accept_reply(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
-    """The attempt is the step's answer: into the transcript, and on to its calls or to the end."""
+def _exchange_failed(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
+    """One command, one provider call. Behind a host's results the turn rests as before, and `resume` repeats the call."""
+    if turn.step == 1:
+        return fail_turn(draft, turn, error)
+    turn.failed_exchange = error
+    draft.live = ""
+    return suspend_turn(draft, turn, error)
+
+
+def note_attempt(turn: TurnState, reply: ModelReply, outcome: str) -> None:
+    """What an attempt without an answer used is paid for all the same."""
+    if reply.usage is None and reply.cost is None:
+        return
+    attempt = AttemptUsage(
+        step=turn.step,
+        attempt=turn.attempt,
+        outcome=outcome,
+        usage=reply.usage,
+        cost=reply.cost,
+        model=reply.model,
+    )
+    turn.attempts = [*turn.attempts, attempt]
+    _add_up(turn, reply)
+
+
+def _add_up(turn: TurnState, reply: ModelReply) -> None:
+    if reply.usage is not None:
+        turn.usage = turn.usage + reply.usage
+    if reply.cost is not None:
+        turn.cost = reply.cost if turn.cost is None else turn.cost + reply.cost
+
+
+def accept_reply(draft: Draft, turn: TurnState, reply: ModelReply) -> Message:
+    """The attempt is the step's answer: into the transcript."""
     assert reply.message is not None
     message = pairing.with_unique_calls(reply.message)
     draft.live = ""
@@ -176,21 +256,56 @@ def accept_reply(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
         event = _live_event(body)
         if event is not None:
             draft.publish(event)
-    turn.step_usage, turn.finish_reason = reply.usage, reply.finish_reason
+    turn.step_first_message = draft.state.length
+    turn.step_usage, turn.step_cost, turn.finish_reason = reply.usage, reply.cost, reply.finish_reason
     if reply.usage is not None:
-        turn.usage = turn.usage + reply.usage
-    calls = message.tool_calls
+        draft.state.context_tokens = reply.usage.input_tokens + reply.usage.output_tokens
+    _add_up(turn, reply)
     turn.has_text = turn.has_text or bool(message.text)
-    turn.has_tool_calls = turn.has_tool_calls or bool(calls)
+    turn.has_tool_calls = turn.has_tool_calls or bool(message.tool_calls)
+    turn.is_final = not message.tool_calls
+    turn.injected = []
+    message = msgspec.structs.replace(
+        message,
+        turn_id=turn.turn_id,
+        step=turn.step,
+        usage=reply.usage,
+        cost=reply.cost,
+        finish_reason=reply.finish_reason,
+        attempt=turn.attempt,
+        model=message.model or reply.model,
+    )
+    draft.append(message)
+    return message
+
+
+def keep_partial(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
+    """What the model had said when the turn was stopped: its text stays in the history as an interrupted answer."""
+    note_attempt(turn, reply, ErrorKind.ABORTED)
+    message = reply.message
+    if message is None:
+        return
+    if isinstance(message.content, str):
+        content, text = message.content, message.content
+    else:
+        # Calls that were never made have no result, and reasoning without its answer may be refused by its provider.
+        text = message.text
+        content = text
+    if not text:
+        return
+    turn.has_text = True
+    turn.finish_reason = ErrorKind.ABORTED
     draft.append(
         msgspec.structs.replace(
-            message, turn_id=turn.turn_id, step=turn.step, usage=reply.usage, finish_reason=reply.finish_reason
+            message,
+            content=content,
+            turn_id=turn.turn_id,
+            step=turn.step,
+            finish_reason=ErrorKind.ABORTED,
+            attempt=turn.attempt,
+            metadata={**message.metadata, "turnmill": "interrupted"},
         )
     )
-    if calls:
-        return _start_calls(draft, turn, calls)
-    _publish_step_finished(draft, turn)
-    return finish_turn(draft, turn, "completed")
 
 
 def _live_event(body: dict[str, object]) -> Event | None:
@@ -202,241 +317,69 @@ def _live_event(body: dict[str, object]) -> Event | None:
         return None
 
 
-# ---- the calls of a step
+# ---- an answer of a wanted form
 
 
-def _start_calls(draft: Draft, turn: TurnState, calls: list[ToolCall]) -> None:
-    plan = draft.plan(turn)
-    turn.phase = TurnPhase.TOOLS
-    turn.calls = [CallState(index, call) for index, call in enumerate(calls)]
-    for state in turn.calls:
-        draft.publish(ToolCallReady(step_number=turn.step, index=state.index, tool_call=state.tool_call))
-    for state in turn.calls:
-        refusal = _refusal(turn, plan, state)
-        if refusal is not None:
-            _settle(draft, turn, state, refusal)
-    _go_on(draft, turn)
+def ask_for_repair(draft: Draft, turn: TurnState, agent: AgentSpec, problem: str) -> bool:
+    """Tell the model what is wrong with its answer. Returns False where it has had its chances: the turn has failed."""
+    assert agent.output is not None
+    if turn.repairs >= agent.output.repairs or turn.step >= agent.max_steps:
+        text = f"the answer is not the JSON that was asked for: {problem}"
+        fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.OUTPUT_INVALID, message=text))
+        return False
+    turn.repairs += 1
+    text = f"Your answer is not valid: {problem}. Answer again, with nothing but JSON that fits the schema."
+    draft.append(Message(role="user", content=text, turn_id=turn.turn_id, metadata={"turnmill": "output_repair"}))
+    return True
 
 
-def _refusal(turn: TurnState, plan: Plan, call: CallState) -> ToolResult | None:
-    """The result of a call that must not run, None for one that may."""
-    tool_call = call.tool_call
-    if turn.final_answer:
-        return pairing.not_executed(tool_call, "this step has no tools: answer the user")
-    if tool_call.name not in plan.tools:
-        return pairing.unknown_tool(tool_call, sorted(plan.tools))
-    if tool_call.error is not None:
-        return pairing.invalid_arguments(tool_call)
-    if call.index >= plan.agent.max_calls_per_step:
-        return pairing.not_executed(tool_call, f"more than {plan.agent.max_calls_per_step} calls in one step")
-    return None
+# ---- a shorter conversation
 
 
-def _go_on(draft: Draft, turn: TurnState) -> None:
-    """Hand out what may run; close the step when every call has its result."""
-    sequential = draft.plan(turn).agent.tool_execution == "sequential"
-    for call in turn.calls:
-        if call.status is CallStatus.QUEUED:
-            dispatch_call(draft, turn, call)
-        if sequential and call.status is not CallStatus.DONE:
-            break
-    if all(call.status is CallStatus.DONE for call in turn.calls):
-        _close_step(draft, turn)
+def wants_compaction(draft: Draft, turn: TurnState) -> bool:
+    """Whether the conversation is to be shortened before the turn's first step."""
+    trigger = draft.plan(turn).agent.compaction.trigger_tokens
+    return trigger is not None and turn.step == 1 and turn.compactions == 0 and draft.state.context_tokens >= trigger
 
 
-def call_deadline_seconds(plan: Plan, call: CallState) -> float:
-    """How long an attempt at a call may run, from its start."""
-    return plan.agent.tool_timeout_seconds or plan.tools[call.tool_call.name].timeout_seconds
+def start_compaction(draft: Draft, turn: TurnState, reason: str, error: ErrorInfo | None = None) -> None:
+    turn.compactions += 1
+    turn.compacting, turn.overflow = reason, error
+    if error is not None:
+        turn.attempt += 1
+    dispatch_model(draft, turn, compact=True)
 
 
-def dispatch_call(draft: Draft, turn: TurnState, call: CallState) -> None:
-    plan = draft.plan(turn)
-    spec = plan.tools[call.tool_call.name]
-    timeout_seconds = call_deadline_seconds(plan, call)
-    start_by_ms = draft.now_ms + int(spec.start_timeout_seconds * 1000)
-    call.status = CallStatus.RUNNING
-    call.due_ms = start_by_ms + int((timeout_seconds + GRACE_SECONDS) * 1000)
-    call.progress_sequence = 0
-    name = f"{turn.step}.{call.index}"
-    task = ToolTask(
-        session_id=draft.session_id,
-        turn_id=turn.turn_id,
-        call=name,
-        attempt=call.attempt,
-        tool=call.tool_call.name,
-        tool_call_id=call.tool_call.id,
-        arguments=call.tool_call.arguments,
-        agent_id=turn.agent_id,
-        step_number=turn.step,
-        idempotency_key=f"{turn.turn_id}/{name}",
-        timeout_seconds=timeout_seconds,
-        start_by_ms=start_by_ms,
-        deadline_ms=call.due_ms,
-        metadata=turn.metadata,
-        trace=turn.trace,
-    )
-    draft.publish(
-        ToolExecutionStarted(
-            step_number=turn.step,
-            index=call.index,
-            tool_call_id=call.tool_call.id,
-            name=call.tool_call.name,
-            attempt=call.attempt,
-        )
-    )
-    draft.effects.append(DispatchTool(task, spec.queue))
-
-
-def end_call(draft: Draft, turn: TurnState, call: CallState, result: ToolResult, duration_seconds: float = 0.0) -> None:
-    """A call that ran, or was to run, has its result: tell it, and go on with the step."""
-    error = str(result.result)[:500] if result.is_error else None
-    draft.publish(
-        ToolExecutionFinished(
-            step_number=turn.step,
-            index=call.index,
-            tool_call_id=call.tool_call.id,
-            name=call.tool_call.name,
-            tool_result=result,
-            duration=duration_seconds,
-            error=error,
-        )
-    )
-    _settle(draft, turn, call, result)
-    _go_on(draft, turn)
-
-
-def _settle(draft: Draft, turn: TurnState, call: CallState, result: ToolResult) -> None:
-    pairing.settle(call, result)
-    if result.is_error:
-        turn.last_tool_error = str(result.result)[:500]
-
-
-def _close_step(draft: Draft, turn: TurnState) -> None:
-    """Results into the transcript in call order, in one append; then the next step, or the end."""
-    for call in turn.calls:
-        assert call.result is not None
+def end_compaction(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
+    """Take the shorter view, and make the model call it was for. Where nothing could be shortened, the overflow stands."""
+    reason, overflow = turn.compacting, turn.overflow
+    turn.compacting, turn.overflow = "", None
+    note_attempt(turn, reply, "compaction")
+    state = draft.state
+    if reply.view is not None and reply.error is None:
+        state.view = [_placed(segment, state.replaced) for segment in reply.view]
+        state.view_end = turn.inject_at = state.length
+        for message in reply.replacements:
+            draft.effects.append(Replace(message))
+        state.replaced += len(reply.replacements)
+        state.context_tokens = 0
         draft.publish(
-            ToolResultReady(
-                step_number=turn.step, index=call.index, tool_call_id=call.tool_call.id, tool_result=call.result
+            ContextCompacted(
+                step_number=turn.step,
+                reason="trigger" if reason == "trigger" else "overflow",
+                replacements=len(reply.replacements),
             )
         )
-    for message in pairing.closing_messages(turn.calls, turn.turn_id, turn.step):
-        draft.append(message)
-    _publish_step_finished(draft, turn)
-    agent = draft.plan(turn).agent
-    called = {call.tool_call.name for call in turn.calls}
-    turn.calls = []
-    for condition in agent.stop_when:
-        if _holds(condition, turn.step, called):
-            return finish_turn(draft, turn, _stop_kind(condition), condition)
-    if turn.final_answer or (turn.step >= agent.max_steps and agent.on_limit == "error"):
-        text = f"the turn took {turn.step} steps without an answer (max_steps={agent.max_steps})"
-        return fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.MAX_STEPS_REACHED, message=text))
-    turn.final_answer = turn.step >= agent.max_steps
-    return start_step(draft, turn)
+    elif overflow is not None:
+        return fail_turn(draft, turn, overflow)
+    turn.attempt += 1
+    turn.stage = Stage.MODEL
+    if overflow is not None:
+        draft.publish(StepReset(step_number=turn.step, attempt=turn.attempt))
+    return dispatch_model(draft, turn)
 
 
-def _holds(condition: StopCondition, step: int, called: set[str]) -> bool:
-    if condition.steps is not None:
-        return step >= condition.steps
-    return condition.tool in called
-
-
-def _stop_kind(condition: StopCondition) -> str:
-    return "step_limit" if condition.steps is not None else "stop_condition"
-
-
-def _publish_step_finished(draft: Draft, turn: TurnState) -> None:
-    summary = StepSummary(
-        step_number=turn.step,
-        first_message=turn.step_first_message,
-        end_message=draft.state.length,
-        finish_reason=turn.finish_reason,
-        usage=turn.step_usage,
-    )
-    draft.publish(StepFinished(step_number=turn.step, step=summary, usage=turn.step_usage))
-
-
-# ---- the end
-
-
-def finish_turn(draft: Draft, turn: TurnState, kind: str, condition: StopCondition | None = None) -> None:
-    reason = f"Reached the step limit of {condition.steps}" if condition and condition.steps else None
-    termination = _termination(turn, kind, reason=reason, stop_condition=condition.name if condition else None)
-    summary = _summary(draft, turn, "finished", termination)
-    _end_turn(draft, turn, "finished", summary, TurnFinished(result=summary))
-
-
-def fail_turn(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
-    """End the turn with an error. Calls without a result get one, so that the session stays usable."""
-    for call in turn.calls:
-        if call.status is not CallStatus.DONE:
-            never_ran = call.status is CallStatus.QUEUED
-            filler = pairing.not_executed(call.tool_call, "the turn failed") if never_ran else None
-            pairing.settle(call, filler or pairing.outcome_unknown(call.tool_call))
-    for message in pairing.closing_messages(turn.calls, turn.turn_id, turn.step):
-        draft.append(message)
-    turn.calls = []
-    draft.live = ""
-    termination = _termination(turn, "failed", error_type=error.kind, message=error.message)
-    summary = msgspec.structs.replace(_summary(draft, turn, "failed", termination), error=error)
-    failed = TurnFailed(error=error.message, error_type=error.kind, termination=termination, result=summary)
-    _end_turn(draft, turn, "failed", summary, failed)
-
-
-def _end_turn(draft: Draft, turn: TurnState, status: str, summary: TurnSummary, event: Event) -> None:
-    draft.close_channel(turn.turn_id, event)
-    draft.record_ended(turn.turn_id, status, summary)
-    draft.feed(turn.turn_id, turn.agent_id, event.type, summary.termination.kind)
-    draft.state.turn = None
-    if not draft.begins_next:
-        _begin_next(draft)
-
-
-def _begin_next(draft: Draft) -> None:
-    """A queued turn may end at once, because its plan is lost; it leaves the next one to this loop."""
-    draft.begins_next = True
-    while draft.state.queue and draft.state.turn is None:
-        queued = draft.state.queue.pop(0)
-        begin_turn(draft, queued.command, queued.plan_id, was_queued=True)
-    draft.begins_next = False
-
-
-def _termination(
-    turn: TurnState,
-    kind: str,
-    *,
-    reason: str | None = None,
-    stop_condition: str | None = None,
-    error_type: str | None = None,
-    message: str | None = None,
-) -> Termination:
-    return Termination(
-        kind=kind,
-        provider_finish_reason=turn.finish_reason,
-        reason=reason,
-        stop_condition=stop_condition,
-        final_step_number=turn.step,
-        has_text=turn.has_text,
-        has_tool_calls=turn.has_tool_calls,
-        last_tool_error=turn.last_tool_error,
-        error_type=error_type,
-        message=message,
-    )
-
-
-def _summary(draft: Draft, turn: TurnState, status: str, termination: Termination) -> TurnSummary:
-    return TurnSummary(
-        turn_id=turn.turn_id,
-        session_id=draft.session_id,
-        agent_id=turn.agent_id,
-        status="finished" if status == "finished" else "failed",
-        steps=turn.step,
-        usage=turn.usage if turn.usage is not None else Usage(),
-        started_at=turn.started_ms / 1000,
-        ended_at=draft.now_ms / 1000,
-        first_message=turn.first_message,
-        end_message=draft.state.length,
-        termination=termination,
-        finish_reason=turn.finish_reason,
-    )
+def _placed(segment: Segment, replaced: int) -> Segment:
+    """A segment of new replacements (list 2 of a reply) by its place among all of them."""
+    kind, first, end = segment
+    return (1, first + replaced, end + replaced) if kind == 2 else segment

@@ -11,21 +11,27 @@ import msgspec
 from turnmill.protocol.codec import WireFormat, encode_body
 from turnmill.protocol.connection import Argument, Engine
 from turnmill.protocol.keys import COORDINATOR_GROUP, PartitionKeys
-from turnmill.protocol.messages import ModelTask, ToolTask
+from turnmill.protocol.messages import ModelTask, StartTurn, SubTurnEnded, ToolTask
 from turnmill.protocol.namespace import make_token
 from turnmill.protocol.streams import COMMIT_TURNS, publication_header
 
 from .effects import (
     Append,
+    Cancel,
     Count,
     Decision,
+    DeleteSession,
     DispatchModel,
     DispatchTool,
     Effect,
     Feed,
     Index,
+    Keep,
     Publish,
     Record,
+    Replace,
+    Reply,
+    Send,
     SetTimer,
 )
 from .state import SessionState, decode_state, encode_state
@@ -35,7 +41,25 @@ INBOX, RESULTS = 1, 2
 STALE = -1
 TURN_EXISTS = -2
 _APPEND_CHUNK = 1000
+ANSWER_TTL_MS = 300_000
+"""How long the answer to a command can be read."""
 _encode_json = msgspec.json.Encoder().encode
+
+_Single: TypeAlias = (
+    DispatchModel
+    | DispatchTool
+    | Send
+    | Cancel
+    | Reply
+    | Keep
+    | DeleteSession
+    | Record
+    | Index
+    | Feed
+    | SetTimer
+    | Count
+)
+"""Effects that are written one by one; the others are joined."""
 
 AdmitModelTask: TypeAlias = Callable[[str], bool]
 """Whether a pool's dispatch window has room: True puts the task into its stream, False into the backlog."""
@@ -67,6 +91,8 @@ class SessionCommit(NamedTuple):
     live: str | None
     new_turn: str | None
     expected_writer: str = ""
+    before: SessionState | None = None
+    """The state that it was decided on: what telemetry knows of a turn that ends."""
 
 
 class Retention(NamedTuple):
@@ -185,6 +211,7 @@ class _Writer:
         """Write the effects; events of one turn become one append, and so do transcript entries."""
         published: dict[str, list[Publish]] = {}
         appended: list[Append] = []
+        replaced: list[Replace] = []
         count = 0
         for effect in commit.effects:
             match effect:
@@ -192,51 +219,71 @@ class _Writer:
                     published.setdefault(effect.turn_id, []).append(effect)
                 case Append():
                     appended.append(effect)
+                case Replace():
+                    replaced.append(effect)
                 case _:
                     self._effect(commit.session_id, effect)
                     count += 1
         for turn_id, events in published.items():
             self._publish(turn_id, events)
-        for first in range(0, len(appended), _APPEND_CHUNK):
-            self._append(commit.session_id, appended[first : first + _APPEND_CHUNK])
-            count += 1
+        count += self._append(self._names.transcript(commit.session_id), appended)
+        count += self._append(self._names.replacements(commit.session_id), replaced)
         return count + len(published)
 
-    def _effect(
-        self,
-        session_id: str,
-        effect: DispatchModel | DispatchTool | Record | Index | Feed | SetTimer | Count,
-    ) -> None:
+    def _effect(self, session_id: str, effect: _Single) -> None:
+        """Write an effect that stands for itself: work and messages here, records and session keys below."""
         arguments, names = self.arguments, self._names
         match effect:
             case DispatchModel():
                 self._dispatch_model(effect)
             case DispatchTool(task, queue):
                 arguments += ("X", self._key(names.tool(queue)), task.type, self._task(task))
-            case Record(turn_id, fields, ends):
-                arguments += (
-                    "H",
-                    self._key(names.turn(turn_id)),
-                    self._retention.record_ms if ends else 0,
-                    len(fields),
-                )
-                for item in fields.items():
-                    arguments += item
-            case Index(turn_id, created_ms):
-                arguments += ("T", self._key(names.turns), created_ms, turn_id)
-            case Feed():
-                body = {
-                    "turn_id": effect.turn_id,
-                    "session_id": effect.session_id,
-                    "agent_id": effect.agent_id,
-                    "detail": effect.detail,
-                }
-                arguments += ("F", self._key(names.feed), self._retention.feed_length, effect.event, _encode_json(body))
+            case Send():
+                self._send(effect)
+            case Cancel(turn_id, reason):
+                marker, channel = self._key(names.cancel(turn_id)), self._key(names.cancellations)
+                arguments += ("M", marker, channel, self._retention.record_ms, turn_id, reason)
+            case Reply(request_id, answer):
+                body = encode_body(answer, self._wire)
+                header = publication_header([answer.type], [body])
+                key = self._key(names.answer(request_id))
+                arguments += ("E", key, 1, ANSWER_TTL_MS, 1, header, answer.type, body)
             case SetTimer(at_ms):
                 timer = ("R", self._key(names.timers)) if at_ms is None else ("T", self._key(names.timers), at_ms)
                 arguments += (*timer, session_id)
             case Count(name):
                 arguments += ("N", self._key(names.stats), name)
+            case Record() | Index() | Feed() | Keep() | DeleteSession():
+                self._keep_record(session_id, effect)
+            case _:
+                assert_never(effect)
+
+    def _keep_record(self, session_id: str, effect: Record | Index | Feed | Keep | DeleteSession) -> None:
+        arguments, names = self.arguments, self._names
+        match effect:
+            case Record(turn_id, fields, ends):
+                lifetime_ms = self._retention.record_ms if ends else 0
+                arguments += ("H", self._key(names.turn(turn_id)), lifetime_ms, len(fields))
+                for item in fields.items():
+                    arguments += item
+            case Index(turn_id, created_ms):
+                arguments += ("T", self._key(names.turns), created_ms, turn_id)
+            case Feed():
+                entry = {
+                    "turn_id": effect.turn_id,
+                    "session_id": effect.session_id,
+                    "agent_id": effect.agent_id,
+                    "detail": effect.detail,
+                }
+                length = self._retention.feed_length
+                arguments += ("F", self._key(names.feed), length, effect.event, _encode_json(entry))
+            case Keep(keys):
+                kept = [self._key(names.base + key) for key in keys]
+                arguments += ("K", self._key(names.blobs(session_id)), len(keys), *kept, *keys)
+            case DeleteSession():
+                makers = (names.transcript, names.replacements, names.values, names.session)
+                gone = [self._key(key(session_id)) for key in makers]
+                arguments += ("D", self._key(names.blobs(session_id)), names.base, len(gone), *gone)
             case _:
                 assert_never(effect)
 
@@ -262,7 +309,22 @@ class _Writer:
         key, header = self._key(self._names.events(turn_id)), publication_header(types, bodies)
         self.arguments += ("E", key, int(opens), lifetime, len(events), header, *types, *bodies)
 
-    def _append(self, session_id: str, appended: list[Append]) -> None:
-        self.arguments += ("L", self._key(self._names.transcript(session_id)), len(appended))
-        for entry in appended:
-            self.arguments.append(encode_body(entry.message, self._wire))
+    def _append(self, key: str, appended: Sequence[Append | Replace]) -> int:
+        """Write appends to one list; the number of effects."""
+        chunks = [appended[first : first + _APPEND_CHUNK] for first in range(0, len(appended), _APPEND_CHUNK)]
+        for chunk in chunks:
+            self.arguments += ("L", self._key(key), len(chunk))
+            self.arguments += [encode_body(entry.message, self._wire) for entry in chunk]
+        return len(chunks)
+
+    def _send(self, effect: Send) -> None:
+        """A command goes to the inbox; what a worker might have said, to the results. A sub-turn's parent is given with
+        the token that its end must echo."""
+        message, stream = effect.message, self._names.inbox
+        if isinstance(message, SubTurnEnded):
+            stream = self._names.results
+        elif isinstance(message, StartTurn) and message.parent is not None:
+            parent = message.parent
+            token = make_token(self._secret, parent.turn_id, parent.call, parent.attempt)
+            message = msgspec.structs.replace(message, parent=msgspec.structs.replace(parent, token=token))
+        self.arguments += ("X", self._key(stream), message.type, encode_body(message, self._wire))

@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
+from ulid import ULID
 
 from turnmill.protocol.codec import Unreadable, event_from_wire
 from turnmill.protocol.connection import pairs
-from turnmill.protocol.content import ErrorInfo
-from turnmill.protocol.errors import TurnAbortedError, TurnFailedError, TurnLostError
+from turnmill.protocol.content import ErrorInfo, Message, ToolResult
+from turnmill.protocol.errors import CommandRefusedError, TurnAbortedError, TurnFailedError, TurnLostError
 from turnmill.protocol.events import (
     ENDED_STATUSES,
     EVENTS,
     Event,
+    SteeringApplied,
+    SteeringDropped,
+    SteeringQueued,
     StepFinished,
     StepReset,
     StepSummary,
     TextDelta,
     TurnFailed,
     TurnFinished,
+    TurnResumed,
     TurnStarted,
     TurnSummary,
+    TurnSuspended,
+)
+from turnmill.protocol.keys import new_turn_id
+from turnmill.protocol.messages import (
+    AbortTurn,
+    Answer,
+    ApprovalDecision,
+    CancelSteering,
+    DecideApprovals,
+    ResumeTurn,
+    SteerTurn,
 )
 from turnmill.protocol.streams import ChannelEvent
 
 from .channel import TERMINAL_KINDS, ChannelExpiredError
 from .definitions import Agent, TurnOptions
-from .results import SeenStep, TurnResult, build_result, step_result, unpack_message
+from .results import SeenStep, TurnResult, build_result, results_of, step_result, unpack_message
+from .sub_turns import SubTurnEvent, with_sub_turns
 
 if TYPE_CHECKING:
     from .client import Client
 
+_SUSPENDED = TurnSuspended.type.encode()
+_AT_REST = frozenset({b"suspended", *(status.encode() for status in ENDED_STATUSES)})
 _ENDED = frozenset(status.encode() for status in ENDED_STATUSES)
 EVENT_TYPES = frozenset(kind.type for kind in EVENTS)
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
 _decode_error = msgspec.json.Decoder(ErrorInfo).decode
+
+
+class SteeringEntry(msgspec.Struct, frozen=True):
+    """A message for a live turn. `created_at` is seconds since the epoch."""
+
+    id: str
+    message: Message
+    created_at: float
 
 
 class Turn:
@@ -54,9 +82,11 @@ class Turn:
         is_new: bool = False,
     ) -> None:
         self._client = client
-        self._is_new = is_new
+        self.is_new = is_new
+        """Started by this handle: its first event is still to come, and its start may not be read yet."""
         self._keys = client.keys.of_turn(turn_id)
-        self._status = "submitted" if is_new else "unknown"
+        self._status = "unknown"
+        self._steering: dict[str, SteeringEntry] = {}
         self.id = turn_id
         self.session_id = session_id
         self.agent = agent
@@ -69,7 +99,7 @@ class Turn:
     @property
     def started(self) -> bool:
         """Whether this handle has seen the turn start."""
-        return self._status not in ("submitted", "unknown")
+        return self._status not in ("submitted", "queued", "unknown")
 
     @property
     def done(self) -> bool:
@@ -82,22 +112,40 @@ class Turn:
         return self._status == "aborted"
 
     @property
-    def pending_steering(self) -> tuple[Any, ...]:
-        """Messages that wait for the next step, in their order."""
-        return ()
+    def pending_steering(self) -> tuple[SteeringEntry, ...]:
+        """Messages that wait for the next step, in their order: those that this handle has sent or seen, without those
+        that it has seen applied or dropped."""
+        return tuple(self._steering.values())
 
     async def status(self) -> str:
-        """submitted (not read by a coordinator yet), queued, running, finished, failed or aborted. Raises
+        """submitted (not read by a coordinator yet), queued, running, suspended, finished, failed or aborted. Raises
         `TurnLostError` where nothing is known of the turn."""
         record = await self._record()
         self._status = record[b"status"].decode() if record else "submitted"
         return self._status
 
-    async def events(self, after: int = 0, types: Collection[str] | None = None) -> AsyncIterator[Event]:
+    @overload
+    def events(
+        self, after: int = 0, types: Collection[str] | None = None, *, sub_turns: Literal[False] = False
+    ) -> AsyncIterator[Event]: ...
+
+    @overload
+    def events(
+        self, after: int = 0, types: Collection[str] | None = None, *, sub_turns: Literal[True]
+    ) -> AsyncIterator[Event | SubTurnEvent]: ...
+
+    def events(
+        self, after: int = 0, types: Collection[str] | None = None, *, sub_turns: bool = False
+    ) -> AsyncIterator[Event | SubTurnEvent]:
         """What happened after a number, then what happens, until exactly one `turn.finished` or `turn.failed`.
 
-        Any number of iterations, from any process, see the same events. `types` chooses among them.
+        Any number of iterations, from any process, see the same events. `types` chooses among them. With `sub_turns`
+        the events of turns that this one starts, and of those below, come between them as `SubTurnEvent`.
         """
+        events = self._events(after, types)
+        return with_sub_turns(self._client.attach, self._events(after), types) if sub_turns else events
+
+    async def _events(self, after: int, types: Collection[str] | None = None) -> AsyncIterator[Event]:
         async for piece in self._pieces(after, types):
             for _number, event in piece:
                 yield event
@@ -136,12 +184,13 @@ class Turn:
                     continue
 
     async def result(self) -> TurnResult:
-        """Wait for the end. Raises `TurnFailedError` or `TurnAbortedError` with what the turn had by then."""
-        async for piece in self._raw_events(0, skip=not self._is_new):
+        """Wait for the end, or for a rest: a turn that waits for its host or for an approval gives a result with
+        `status="suspended"`. Raises `TurnFailedError` or `TurnAbortedError` with what the turn had by then."""
+        async for piece in self._raw_events(0, skip=not self.is_new):
             raw = piece[-1]
-            if raw.kind in TERMINAL_KINDS:
+            if raw.kind in TERMINAL_KINDS or (raw.kind == _SUSPENDED and await self.status() == "suspended"):
                 event = event_from_wire(raw.kind, raw.body)
-                assert isinstance(event, TurnFinished | TurnFailed)
+                assert isinstance(event, TurnFinished | TurnFailed | TurnSuspended)
                 self._note(event)
                 return await self._conclude(event)
         return await self._conclude_from_record()
@@ -149,6 +198,100 @@ class Turn:
     async def wait(self) -> TurnResult:
         """Same as `result`."""
         return await self.result()
+
+    # ---- say something to it
+
+    async def steer(
+        self,
+        message: str | Message | Sequence[Any],
+        *,
+        role: Literal["user", "system"] = "user",
+        mode: Literal["steer", "queue"] = "steer",
+    ) -> SteeringEntry:
+        """Give the turn another message: before its next model call (`steer`), or as the session's next turn (`queue`;
+        the entry's id is that turn's id). `message` is a text, a list of parts, or a `Message`.
+
+        Raises `TurnEndedError` where the turn has ended, `CommandRefusedError` where too many messages wait.
+        """
+        session_id = await self._session()
+        if not isinstance(message, Message):
+            content: Any = message if isinstance(message, str) else list(message)
+            message = Message(role=role, content=content)
+        stored = await self._client.stored_message(session_id, message)
+        entry = SteeringEntry(new_turn_id(self._keys.partition), message, time.time())
+        command = SteerTurn(session_id=session_id, turn_id=self.id, steering_id=entry.id, message=stored, mode=mode)
+        if mode == "steer":
+            self._steering[entry.id] = entry
+        try:
+            await self._client.request(command, entry.id)
+        except CommandRefusedError:
+            self._steering.pop(entry.id, None)
+            raise
+        return entry
+
+    send = steer
+
+    async def cancel_steering(self, steering_id: str) -> bool:
+        """Take a message back. False where it was claimed, dropped or cancelled already."""
+        answer = await self._request(CancelSteering, steering_id=steering_id)
+        self._steering.pop(steering_id, None)
+        return bool(answer.done)
+
+    async def abort(self, reason: str | None = None) -> bool:
+        """Stop the turn, wherever it stands; returns when that is decided, its end follows within seconds. May be
+        repeated. True where the turn is stopped by this or an earlier call, False where it had ended otherwise."""
+        answer = await self._request(AbortTurn, reason=reason)
+        return True if answer.done else await self.status() == "aborted"
+
+    async def resume(
+        self,
+        *,
+        tool_results: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any]] = (),
+        message: str | Message | None = None,
+    ) -> tuple[str, ...]:
+        """Give the results of calls that no worker runs, all or some of them; the ids of those still missing.
+
+        `tool_results` maps call ids to values, or is a list of `ToolResult`s or of `{"tool_call_id", "result",
+        "is_error"}`. `message` becomes steering behind the results. The first result of a call wins. Raises
+        `CommandRefusedError` of kind `unknown_tool_result`, `no_pending_tools` or `tool_results_required`.
+        """
+        session_id = await self._session()
+        results = [await self._client.stored_result(session_id, item) for item in results_of(tool_results)]
+        if isinstance(message, str):
+            message = Message(role="user", content=message)
+        if message is not None:
+            message = await self._client.stored_message(session_id, message)
+        answer = await self._request(ResumeTurn, tool_results=results, message=message)
+        self._status = "running"
+        return tuple(answer.pending)
+
+    async def approve(self, *tool_call_ids: str, reason: str | None = None) -> tuple[str, ...]:
+        """Let calls run that wait for a person; the ids of those that still wait. The first decision on a call stands.
+        Raises `CommandRefusedError` of kind `no_pending_approval`."""
+        return await self._decide(tool_call_ids, True, reason)
+
+    async def deny(self, *tool_call_ids: str, reason: str | None = None) -> tuple[str, ...]:
+        """Do not let calls run: the model is told so, with the reason. Otherwise as `approve`."""
+        return await self._decide(tool_call_ids, False, reason)
+
+    async def _decide(self, ids: Sequence[str], approved: bool, reason: str | None) -> tuple[str, ...]:
+        decisions = [ApprovalDecision(tool_call_id=call_id, approved=approved, reason=reason) for call_id in ids]
+        answer = await self._request(DecideApprovals, decisions=decisions)
+        self._status = "running"
+        return tuple(answer.pending)
+
+    async def _request(self, kind: type[Any], **fields: Any) -> Answer:
+        request_id = str(ULID()).lower()
+        session_id = await self._session()
+        command = kind(session_id=session_id, turn_id=self.id, request_id=request_id, **fields)
+        return await self._client.request(command, request_id)
+
+    async def _session(self) -> str:
+        """The turn's session, also while its start waits in the inbox."""
+        if self.session_id is None:
+            await self._record()
+        assert self.session_id is not None
+        return self.session_id
 
     # ---- from the engine
 
@@ -178,9 +321,9 @@ class Turn:
 
     async def _raw_events(self, after: int, *, skip: bool = False) -> AsyncIterator[list[ChannelEvent]]:
         """The channel's events; nothing where `skip` is set and the record tells the end already."""
-        if skip and await self._ended():
+        if skip and (await self._record()).get(b"status") in _AT_REST:
             return
-        existing = not self._is_new
+        existing = not self.is_new
         if existing and not await self._client.engine.call("EXISTS", self._keys.events(self.id)):
             record = await self._record()
             if record.get(b"status") in _ENDED:
@@ -213,7 +356,9 @@ class Turn:
         """The turn's record; empty while its command waits in the inbox."""
         record = pairs(await self._client.engine.call("HGETALL", self._keys.turn(self.id)))
         if not record:
-            if await self._client.is_submitted(self.id):
+            session_id = await self._client.submitted_session(self.id)
+            if session_id is not None:
+                self.session_id = session_id
                 return record
             # It may have been accepted between the two looks.
             record = pairs(await self._client.engine.call("HGETALL", self._keys.turn(self.id)))
@@ -230,10 +375,15 @@ class Turn:
         return record
 
     async def _gap(self, record: dict[bytes, bytes]) -> ChannelEvent:
-        """The channel has expired: what is left is the end."""
+        """The channel has expired, or the turn rests: what its record tells."""
         number = 2**53 - 1
         if b"result" in record:
             summary = _decode_summary(record[b"result"])
+            if summary.status == "suspended":
+                rests = TurnSuspended(
+                    pending=summary.pending, approvals=summary.approvals, error=summary.error, result=summary
+                )
+                return ChannelEvent(number, _SUSPENDED, 0, msgspec.json.encode(rests))
             if summary.status == "finished":
                 return ChannelEvent(number, b"turn.finished", 0, msgspec.json.encode(TurnFinished(result=summary)))
             return ChannelEvent(number, b"turn.failed", 0, msgspec.json.encode(_failed(summary)))
@@ -251,23 +401,44 @@ class Turn:
     async def _conclude_from_record(self) -> TurnResult:
         raw = await self._gap(await self._record())
         event = event_from_wire(raw.kind, raw.body)
-        assert isinstance(event, TurnFinished | TurnFailed)
+        assert isinstance(event, TurnFinished | TurnFailed | TurnSuspended)
         self._note(event)
         return await self._conclude(event)
 
-    async def _conclude(self, event: TurnFinished | TurnFailed) -> TurnResult:
+    async def _conclude(self, event: TurnFinished | TurnFailed | TurnSuspended) -> TurnResult:
         summary = event.result
         result = None
         if summary is not None:
             messages = await self._client.transcript(summary.session_id, summary.first_message, summary.end_message)
-            result = build_result(summary, messages)
-        if isinstance(event, TurnFinished):
-            assert result is not None
-            return result
-        kind = TurnAbortedError if event.aborted else TurnFailedError
-        raise kind(
-            event.error, turn_id=self.id, error_type=event.error_type, termination=event.termination, result=result
-        )
+            result = build_result(summary, messages, self._output_type)
+        if isinstance(event, TurnFailed):
+            kind = TurnAbortedError if event.aborted else TurnFailedError
+            raise kind(
+                event.error,
+                turn_id=self.id,
+                error_type=event.error_type,
+                termination=event.termination,
+                result=result,
+                pending=tuple(event.pending),
+            )
+        assert result is not None
+        if isinstance(event, TurnSuspended) and event.error is not None:
+            raise TurnFailedError(
+                event.error.message,
+                turn_id=self.id,
+                error_type=event.error.kind,
+                termination=result.termination,
+                result=result,
+                pending=tuple(event.pending),
+            )
+        return result
+
+    @property
+    def _output_type(self) -> Any:
+        """The pydantic model of the output, where this handle was given one."""
+        if self.options is not None and self.options.output is not None:
+            return self.options.output_type
+        return self.agent.output_type if isinstance(self.agent, Agent) else None
 
     async def _with_step(self, event: StepFinished) -> StepFinished:
         """The step's content, which the wire does not repeat."""
@@ -292,6 +463,15 @@ class Turn:
         match event:
             case TurnStarted():
                 self._status, self.session_id = "running", event.session_id
+            case TurnSuspended():
+                self._status = "suspended"
+            case TurnResumed():
+                self._status = "running"
+            case SteeringQueued():
+                entry = SteeringEntry(event.steering_id, event.message, time.time())
+                self._steering.setdefault(event.steering_id, entry)
+            case SteeringApplied() | SteeringDropped():
+                self._steering.pop(event.steering_id, None)
             case TurnFinished():
                 self._status = "finished"
             case TurnFailed():

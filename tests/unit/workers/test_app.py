@@ -138,7 +138,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert "there is no module 'nowhere'" in refusal("nowhere.inner:agent")
     assert "there is no file" in refusal(tmp_path / "nowhere.py")
     assert "app has no 'nothing'" in refusal(f"{path}:nothing")
-    assert "number is no tool, model function, script or agent" in refusal(f"{path}:number")
+    assert "number is no tool, hook, model function, script or agent" in refusal(f"{path}:number")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,66 @@ def test_an_import_that_fails_gives_its_reason_and_place(
         assert "failing_app.py" in message
         assert "line " in message
     assert "failing_app" not in sys.modules
+
+
+HOOKS = """
+from turnmill.protocol.specs import HookSpec
+from turnmill.workers.hooks import hook
+
+
+class Below(Agent):
+    def __init__(self, name, functions=(), agents=()):
+        super().__init__(name)
+        self.functions, self.below = dict(functions), agents
+
+    def hook_functions(self):
+        return {name: (function, HookSpec(name=name), "before_step") for name, function in self.functions.items()}
+
+    def agents(self):
+        return [self, *self.below]
+
+
+@hook(queue="guards")
+def guard(event): ...
+
+
+def plain(event): ...
+
+
+@tool(approval=plain)
+def pay() -> None: ...
+
+
+def make_agents():
+    return Below("outer", {"outer.plain": plain}, [Below("inner", {"inner.plain": plain}, ())])
+
+
+outer = make_agents()
+"""
+
+
+def test_hooks_come_from_the_module_and_from_what_agents_and_tools_carry(tmp_path: Path) -> None:  # TH-12
+    app = load_app(str(written(tmp_path, APP + HOOKS)))
+    assert set(app.hooks) == {"guard", "pay.approval", "outer.plain", "inner.plain"}
+    assert app.hooks["guard"].spec.queue == "guards"
+    assert app.hooks["inner.plain"].function is app.hooks["pay.approval"].function
+    assert set(app.agents) == {"assistant", "outer", "inner"}
+
+
+@pytest.mark.parametrize(
+    "clash",
+    [
+        "other = hook(name='outer.plain')(lambda event: None)",
+        "other = hook(name='guard')(guard.function)",  # another queue
+    ],
+)
+def test_two_hooks_of_one_name_are_refused(tmp_path: Path, clash: str) -> None:
+    assert "two different definitions of the hook " in refusal(written(tmp_path, f"{APP}{HOOKS}\n{clash}\n"))
+
+
+def test_a_hook_that_takes_no_event_is_refused_with_its_agent(tmp_path: Path) -> None:
+    clash = "other = Below('third', {'third.plain': lambda: None})"
+    assert "must take one argument" in refusal(written(tmp_path, f"{APP}{HOOKS}\n{clash}\n"))
 
 
 CLASHES = {

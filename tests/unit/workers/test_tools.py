@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from turnmill.protocol.content import FilePart, ImagePart, TextPart, ToolResult
 from turnmill.protocol.errors import DefinitionError
+from turnmill.protocol.specs import Approval
 from turnmill.protocol.values import unpack_value
 from turnmill.workers.tools import (
     AbortSignal,
@@ -124,7 +125,7 @@ def test_arguments_of_the_decorator_are_the_policy() -> None:
     spec = add.spec
     assert (spec.name, spec.description, spec.queue) == ("math.add", "Adds.", "numbers")
     assert (spec.timeout_seconds, spec.start_timeout_seconds, spec.max_attempts) == (2.0, 5.0, 3)
-    assert (spec.idempotent, spec.on_lost, spec.approval, spec.concurrency) == (True, "fail", "never", 3)
+    assert (spec.idempotent, spec.on_lost, spec.approval, spec.concurrency) == (True, "fail", Approval(), 3)
     assert msgspec.json.decode(msgspec.json.encode(spec), type=type(spec)) == spec
 
 
@@ -257,8 +258,6 @@ def test_a_function_that_cannot_be_a_tool_is_refused(function: Any, message: str
         ({"concurrency": 0}, "concurrency must be"),
         ({"on_lost": "wait"}, "on_lost='wait' is not one of"),
         ({"approval": "maybe"}, "approval='maybe' is not one of"),
-        ({"approval": "always"}, "is not available yet"),
-        ({"approval": True}, "is not available yet"),
         ({"isolation": "process"}, "not available yet.*rq extra"),
         ({"isolation": "container"}, "isolation='container'"),
     ],
@@ -800,7 +799,7 @@ def test_a_thread_that_outlives_its_loop_is_quiet() -> None:  # LC-07
 
 
 async def test_a_tool_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:  # LC-07
-    monkeypatch.setattr("turnmill.workers.tools.CANCELLATION_GRACE_SECONDS", 0.01)
+    monkeypatch.setattr("turnmill.workers.execution.CANCELLATION_GRACE_SECONDS", 0.01)
     release = asyncio.Event()
     swallowed = asyncio.Event()
 

@@ -1,8 +1,9 @@
-"""Loads an application and finds what workers need of it: tools, model functions, scripts and agents.
+"""Loads an application and finds what workers need of it: tools, hooks, model functions, scripts and agents.
 
 APP is `module`, `module:attribute`, `path.py` or `path.py:attribute`. What the module names at its top level counts,
-directly or in a list, tuple or dict; with an attribute only what that one holds. An agent brings its tools along.
-Agents are told by what they can do (`agent_spec()` and `tool_specs()`), because workers do without the runtime.
+directly or in a list, tuple or dict; with an attribute only what that one holds. An agent brings along its tools, its
+code (`hook_functions()`) and the agents below it (`agents()`), and a tool the policy of its approvals. Agents are told by
+what they can do (`agent_spec()` and `tool_specs()`), because workers do without the runtime.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from turnmill.protocol.errors import ConfigurationError
+from turnmill.protocol.errors import ConfigurationError, DefinitionError
 from turnmill.protocol.specs import AgentSpec, ToolSpec
 
+from .hooks import Hook, hook_for
 from .models import HostModel
 from .providers.scripted import Script
 from .tools import Tool
@@ -44,6 +46,7 @@ class App(msgspec.Struct, frozen=True, kw_only=True):
 
     target: str
     tools: dict[str, Tool[..., Any]]
+    hooks: dict[str, Hook[..., Any]]
     models: dict[str, HostModel]
     scripts: dict[str, Script]
     agents: dict[str, AgentDefinition]
@@ -64,16 +67,18 @@ def collect(target: str, values: Iterable[Any], *, wanted: str | None = None) ->
     """The definitions among `values`. `wanted` names the one value that must be one."""
     found = list(_definitions(values))
     if wanted and not found:
-        raise ConfigurationError(f"{target}: {wanted} is no tool, model function, script or agent, nor holds any")
-    agents = [value for value in found if _is_agent(value)]
+        raise ConfigurationError(f"{target}: {wanted} is no tool, hook, model function, script or agent, nor holds any")
+    agents = _with_those_below(target, [value for value in found if _is_agent(value)])
     tools = [*_of_kind(found, Tool), *(tool for agent in agents for tool in _tools_of(agent))]
     agent_specs, declared = _describe_agents(target, agents)
     tools_by_name = _by_name(
         target, "tool", tools, lambda one, two: one.spec == two.spec and one.function is two.function
     )
+    hooks = [*_of_kind(found, Hook), *_hooks_of(target, agents, tools)]
     return App(
         target=target,
         tools=tools_by_name,
+        hooks=_by_name(target, "hook", hooks, _is_same_hook),
         models=_by_name(
             target, "model function", _of_kind(found, HostModel), lambda one, two: one.function is two.function
         ),
@@ -191,7 +196,7 @@ def _definitions(values: Iterable[Any]) -> Iterator[Any]:
         elif isinstance(value, dict):
             inner = value.values()
         for item in inner:
-            if id(item) not in seen and (isinstance(item, (Tool, HostModel, Script)) or _is_agent(item)):
+            if id(item) not in seen and (isinstance(item, (Tool, Hook, HostModel, Script)) or _is_agent(item)):
                 seen.add(id(item))
                 yield item
 
@@ -213,6 +218,37 @@ def _tools_of(agent: Any) -> list[Tool[..., Any]]:
     if isinstance(carried, dict):
         carried = list(carried.values())
     return _of_kind(carried, Tool) if isinstance(carried, (list, tuple)) else []
+
+
+def _with_those_below(target: str, agents: list[Any]) -> list[Any]:
+    """The agents, and those that their tools lead to, each once."""
+    found = {id(agent): agent for agent in agents}
+    for agent in agents:
+        below = getattr(agent, "agents", None)
+        if callable(below):
+            try:
+                found |= {id(each): each for each in below()}
+            except DefinitionError as error:
+                raise ConfigurationError(f"{target}: {error}") from error
+    return list(found.values())
+
+
+def _hooks_of(target: str, agents: list[Any], tools: list[Tool[..., Any]]) -> list[Hook[..., Any]]:
+    """The code that agents and tools carry."""
+    hooks = [tool.approval_policy for tool in tools if tool.approval_policy is not None]
+    for agent in agents:
+        functions = getattr(agent, "hook_functions", None)
+        if not callable(functions):
+            continue
+        try:
+            hooks += [hook_for(function, spec) for function, spec, _ in functions().values()]
+        except DefinitionError as error:
+            raise ConfigurationError(f"{target}: the agent {agent!r}: {error}") from error
+    return hooks
+
+
+def _is_same_hook(one: Hook[..., Any], two: Hook[..., Any]) -> bool:
+    return one.spec == two.spec and one.function == two.function
 
 
 def _describe_agents(target: str, agents: list[AgentDefinition]) -> tuple[list[AgentSpec], list[ToolSpec]]:

@@ -2,6 +2,9 @@
 
 What a worker holds is compared with what the engine says is pending for it, on every beat: an entry that was delivered
 in a reply that never arrived is found and run, a task that was taken away is abandoned.
+
+A task whose turn was stopped is answered and not abandoned: its handler is told by a signal and gives what it has; what
+was not started yet, and what does not end within a grace, is answered here.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from turnmill.protocol.abort_signal import AbortSignal
 from turnmill.protocol.codec import BODY_FIELD, TASK_CODEC, TYPE_FIELD, Unreadable, WireFormat, encode_body, unreadable
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo
@@ -45,6 +49,7 @@ from turnmill.protocol.streams import (
     read_entry,
 )
 
+from .cancellation import Cancellations, stop_reasons
 from .liveness import Liveness
 
 _log = get_logger(__name__)
@@ -53,29 +58,59 @@ _HAND_BACK_IDLE_MS = 3_600_000
 _AGAIN_SECONDS = 0.1
 """An engine that is reachable and refuses (memory, loading) is not asked again at full speed."""
 _LIVENESS_POLL_SECONDS = 0.01
+STOP_GRACE_SECONDS = 2.0
+"""How long a handler may take to give its reply once its turn was stopped."""
 
 
 class Held:
-    """A task that this worker holds. `abandon` is called when it was taken away, or the worker must leave."""
+    """A task that this worker holds."""
 
-    __slots__ = ("abandoned", "delivery", "partition", "task", "waiter")
+    __slots__ = (
+        "abandoned",
+        "cancelled",
+        "delivery",
+        "overdue",
+        "partition",
+        "settled",
+        "stopped",
+        "task",
+        "turn_id",
+        "waiter",
+    )
 
     def __init__(self, delivery: Delivery, partition: int, task: Any) -> None:
         self.delivery = delivery
         self.partition = partition
         self.task = task
+        self.turn_id: str = getattr(task, "turn_id", "")
+        self.cancelled = AbortSignal()
         self.waiter: asyncio.Task[None] | None = None
+        self.stopped = self.settled = self.overdue = False
         self.abandoned = False
 
     def abandon(self) -> None:
+        """It was taken away, or the worker must leave: nobody takes its reply."""
         if not self.abandoned:
             self.abandoned = True
             if self.waiter is not None:
                 self.waiter.cancel()
 
+    def stop(self, reason: str) -> None:
+        """Its turn was stopped: the handler is told, and answered for when its grace is over."""
+        if not self.stopped:
+            self.stopped = True
+            self.cancelled.set(reason or "the turn was stopped")
+            asyncio.get_running_loop().call_later(STOP_GRACE_SECONDS, self._expire)
 
-Handler = Callable[[Any, int], Awaitable[Body]]
-"""Runs one task of a partition and gives its result. Raises `Superseded` where nobody wants it any more."""
+    def _expire(self) -> None:
+        if not self.settled and self.waiter is not None:
+            self.overdue = True
+            self.waiter.cancel()
+
+
+Handler = Callable[[Any, int, AbortSignal], Awaitable[Body]]
+"""Runs one task of a partition and gives its result, soon once the signal is set: what it has, with an error of kind
+`aborted`. Raises `Superseded` where nobody wants it any more. The signal is the task's own; a handler may set it too."""
 
 
 def failure_of(task: Task, error: ErrorInfo) -> ModelReply | ToolReply:
@@ -83,6 +118,11 @@ def failure_of(task: Task, error: ErrorInfo) -> ModelReply | ToolReply:
     if isinstance(task, ModelTask):
         return task.answer(ModelReply, error=error)
     return task.answer(ToolReply, error=error)
+
+
+def aborted_error(cancelled: AbortSignal) -> ErrorInfo:
+    """What the reply to a task of a stopped turn says."""
+    return ErrorInfo(kind=ErrorKind.ABORTED, message=cancelled.reason or "the turn was stopped")
 
 
 class Consumer:
@@ -101,8 +141,10 @@ class Consumer:
         handler: Handler,
         wire: WireFormat = "json",
         details: dict[str, Any] | None = None,
+        cancellations: Cancellations | None = None,
     ) -> None:
-        """`queues` are stream names behind the partition, such as `tool:default`; `takes` is the kind of their tasks."""
+        """`queues` are stream names behind the partition, such as `tool:default`; `takes` is the kind of their tasks.
+        Consumers of one process may share their `cancellations`, and with it a connection."""
         self.worker_id = new_process_id(role)
         self._engine = engine
         self._keys = keys
@@ -119,6 +161,8 @@ class Consumer:
         self._stop = asyncio.Event()
         self._reader = GroupReader(engine, WORKER_GROUP, self.worker_id)
         self._completer = Completer(engine)
+        self._cancellations = cancellations or Cancellations(engine, keys)
+        self._looking: asyncio.Task[None] | None = None
         self.clock = ServerClock(engine)
         self._description = {
             "id": self.worker_id,
@@ -152,6 +196,7 @@ class Consumer:
         await create_groups(self._engine, self._order, WORKER_GROUP)
         await self.clock.synchronize()
         await asyncio.to_thread(self._liveness.start)
+        self._cancellations.attach(self)
         beating: asyncio.Task[object] = asyncio.create_task(self._beat())
         reading: asyncio.Task[object] = asyncio.create_task(self._read())
         stopping: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
@@ -167,6 +212,7 @@ class Consumer:
             await self._drain()
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
+            await self._cancellations.detach(self)
             await asyncio.to_thread(self._liveness.stop)
             _log.info("worker stopped", worker=self.worker_id, **self.counters)
 
@@ -234,7 +280,7 @@ class Consumer:
 
     async def _run_one(self, held: Held) -> None:
         try:
-            result = await self._result(held)
+            result = await self._settled(held)
             body = None if result is None else self._encode(held, result)
             while result is not None and body is not None:
                 try:
@@ -254,6 +300,19 @@ class Consumer:
             self._held.pop((held.delivery.stream, held.delivery.entry_id), None)
             self._slot_free.set()
 
+    async def _settled(self, held: Held) -> Body | None:
+        """The result, or what stands in for it where the handler has overrun its grace."""
+        try:
+            return await self._result(held)
+        except asyncio.CancelledError:
+            if held.abandoned or not held.overdue or held.waiter is None:
+                raise
+            held.waiter.uncancel()
+            self._count("stopped_after_grace")
+            return failure_of(held.task, aborted_error(held.cancelled))
+        finally:
+            held.settled = True
+
     async def _result(self, held: Held) -> Body | None:
         task = held.task
         if isinstance(task, Unreadable):
@@ -267,7 +326,12 @@ class Consumer:
             )
         while True:
             try:
-                return await self._handler(task, held.partition)
+                if self._must_look(held):
+                    await self._look_at(held)
+                if held.stopped:
+                    self._count("stopped_before_start")
+                    return failure_of(task, aborted_error(held.cancelled))
+                return await self._handler(task, held.partition, held.cancelled)
             except Superseded:
                 self._count("superseded")
                 await self._acknowledge(held.delivery)
@@ -300,6 +364,46 @@ class Consumer:
         with contextlib.suppress(EngineError):  # else it is found pending, and run into the same answer
             await acknowledge(self._engine, delivery, WORKER_GROUP)
 
+    # ---- stopped turns
+
+    def turn_stopped(self, turn_id: str, reason: str) -> None:
+        """Heard of a stopped turn: its tasks here are told."""
+        for held in self._held.values():
+            if held.turn_id == turn_id:
+                self._count("stopped")
+                held.stop(reason)
+
+    def _must_look(self, held: Held) -> bool:
+        """Whether only its marker says if a task's turn is stopped. Where that is known, the task is told."""
+        reason = self._cancellations.reason(held.turn_id)
+        if reason is not None:
+            held.stop(reason)
+        return not held.stopped and not self._cancellations.covers(held.delivery.entry_id)
+
+    async def _look_at(self, held: Held) -> None:
+        for reason in (
+            await stop_reasons(self._engine, self._keys.partitions[held.partition], [held.turn_id])
+        ).values():
+            held.stop(reason)
+
+    def cancellations_missed(self) -> None:
+        self._looking = asyncio.get_running_loop().create_task(self._look_for_stopped())
+
+    async def _look_for_stopped(self) -> None:
+        """The markers of all turns whose tasks are held."""
+        running: dict[int, set[str]] = {}
+        for held in self._held.values():
+            if held.turn_id and not held.stopped:
+                running.setdefault(held.partition, set()).add(held.turn_id)
+        for partition, turn_ids in running.items():
+            try:
+                stopped = await stop_reasons(self._engine, self._keys.partitions[partition], list(turn_ids))
+            except EngineError as error:
+                _log.warning("cannot look for stopped turns", worker=self.worker_id, error=str(error))
+                return
+            for turn_id, reason in stopped.items():
+                self.turn_stopped(turn_id, reason)
+
     # ---- beat
 
     async def _beat(self) -> None:
@@ -307,6 +411,7 @@ class Consumer:
             await asyncio.sleep(self._settings.heartbeat_seconds * random.uniform(0.8, 1.2))
             try:
                 await self.clock.synchronize()
+                await self._look_for_stopped()
                 await self._compare()
             except EngineError as error:
                 _log.warning("cannot compare what is held", worker=self.worker_id, error=str(error))

@@ -3,28 +3,63 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema_rs
 import msgspec
 
-from turnmill.protocol.codec import WireFormat, decode_message
+from turnmill.protocol.abort_signal import AbortSignal, call_in_loop
+from turnmill.protocol.codec import WireFormat
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart
+from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart, Usage
 from turnmill.protocol.errors import ErrorKind, Superseded
+from turnmill.protocol.events import ReasoningDelta, TextDelta
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ModelReply, ModelTask
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan
 
+from .cancellation import Cancellations
 from .consumer import Consumer
+from .conversation import ConversationLost, read_conversation
 from .deltas import DeltaPublisher
-from .providers.base import Completed, ProviderError, ProviderRequest, ProviderSet
+from .providers.base import Completed, Live, ProviderError, ProviderRequest, ProviderSet
+from .telemetry import Observation, observed
 
 _log = get_logger(__name__)
 _decode_plan = msgspec.json.Decoder(Plan).decode
 _CACHED_PLANS_MAX = 1000
+
+
+class Heard:
+    """What has come of an answer so far: it is kept where the turn is stopped."""
+
+    __slots__ = ("_reasoning", "_text", "model", "usage")
+
+    def __init__(self) -> None:
+        self.model: str | None = None
+        self.usage: Usage | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+
+    def add(self, item: Live) -> None:
+        if isinstance(item, TextDelta):
+            self._text.append(item.text)
+        elif isinstance(item, ReasoningDelta) and item.text:
+            self._reasoning.append(item.text)
+
+    def message(self) -> Message | None:
+        """The text as an assistant's message; None where there is none. Calls were never complete, and reasoning
+        without its answer is refused by some providers."""
+        text = "".join(self._text)
+        return Message(role="assistant", content=text, model=self.model) if text else None
+
+
+def _expire(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
+    if not limit.expired():
+        limit.reschedule(loop.time())
 
 
 class LLMWorker:
@@ -39,6 +74,7 @@ class LLMWorker:
         *,
         pools: list[str] | None = None,
         concurrency: int | None = None,
+        cancellations: Cancellations | None = None,
     ) -> None:
         """`pools` are the pools whose tasks this worker takes."""
         self._engine = engine
@@ -59,6 +95,7 @@ class LLMWorker:
             handler=self._handle,
             wire=settings.wire,
             details={"providers": providers.names},
+            cancellations=cancellations,
         )
 
     def stop(self) -> None:
@@ -71,47 +108,85 @@ class LLMWorker:
         finally:
             await self._providers.close()
 
-    async def _handle(self, task: ModelTask, partition: int) -> ModelReply:
-        reply = task.answer(ModelReply)
+    async def _handle(self, task: ModelTask, partition: int, cancelled: AbortSignal) -> ModelReply:
+        with observed("model", task) as span:
+            reply = await self._call(task, self._keys.partitions[partition], cancelled, span)
+            span.reply(reply)
+        return reply
+
+    async def _call(
+        self, task: ModelTask, keys: PartitionKeys, cancelled: AbortSignal, span: Observation
+    ) -> ModelReply:
+        """One attempt: its answer, its error, or, where its turn was stopped, what had come by then."""
         remaining_seconds = (task.deadline_ms - self.consumer.clock.now_ms()) / 1000
         if remaining_seconds <= 0:
             # It waited too long for a worker: the machine has gone on to the next attempt, or given up.
             raise Superseded(
                 f"attempt {task.attempt} at step {task.step_number} of {task.turn_id} is past its deadline"
             )
-        keys = self._keys.partitions[partition]
-        publisher = self._publisher(task, keys)
+        heard, publisher = Heard(), self._publisher(task, keys)
         self._streams_open += 1
-        limit = asyncio.timeout(remaining_seconds)
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(remaining_seconds)
+        forget: Callable[[], None] | None = None
         try:
             async with limit:
-                completed, validators = await self._stream(task, keys, publisher)
+                # Stopping ends the same block as the deadline does: closing the stream closes the connection.
+                forget = cancelled.when_set(lambda: call_in_loop(loop, _expire, limit, loop))
+                completed, plan, validators = await self._stream(task, keys, publisher, heard, span)
             tail = await publisher.finish()
         except TimeoutError:
             if not limit.expired():
                 raise
             await publisher.discard()
-            text = "the model call was not complete by its deadline (model_timeout)"
-            info = ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True)
-            return msgspec.structs.replace(reply, error=info)
+            return self._not_completed(task, heard, cancelled)
         except ProviderError as error:
             await publisher.discard()
-            return msgspec.structs.replace(reply, error=error.info)
+            return self._with_price(task.answer(ModelReply, error=error.info, usage=error.usage or heard.usage), heard)
         finally:
+            if forget is not None:
+                forget()
             self._streams_open -= 1
-        return msgspec.structs.replace(
-            reply,
-            message=_with_checked_calls(completed.message, validators),
+        return self._answer(task, completed, plan, validators, tail, heard)
+
+    def _not_completed(self, task: ModelTask, heard: Heard, cancelled: AbortSignal) -> ModelReply:
+        """The deadline has passed, or the turn was stopped: then what was heard is told."""
+        if cancelled.is_set():
+            info = ErrorInfo(kind=ErrorKind.ABORTED, message=cancelled.reason or "the turn was stopped")
+            return self._with_price(
+                task.answer(ModelReply, error=info, message=heard.message(), usage=heard.usage), heard
+            )
+        text = "the model call was not complete by its deadline (model_timeout)"
+        info = ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True)
+        return self._with_price(task.answer(ModelReply, error=info, usage=heard.usage), heard)
+
+    def _answer(
+        self,
+        task: ModelTask,
+        completed: Completed,
+        plan: Plan,
+        validators: dict[str, jsonschema_rs.Validator],
+        tail: list[dict[str, Any]],
+        heard: Heard,
+    ) -> ModelReply:
+        message = _with_checked_calls(completed.message, validators)
+        return task.answer(
+            ModelReply,
+            message=message,
             finish_reason=completed.finish_reason,
-            usage=completed.usage,
+            usage=completed.usage or heard.usage,
             tail=tail,
+            model=heard.model,
         )
 
+    def _with_price(self, reply: ModelReply, heard: Heard) -> ModelReply:
+        return msgspec.structs.replace(reply, model=heard.model)
+
     async def _stream(
-        self, task: ModelTask, keys: PartitionKeys, publisher: DeltaPublisher
-    ) -> tuple[Completed, dict[str, jsonschema_rs.Validator]]:
+        self, task: ModelTask, keys: PartitionKeys, publisher: DeltaPublisher, heard: Heard, span: Observation
+    ) -> tuple[Completed, Plan, dict[str, jsonschema_rs.Validator]]:
         plan, validators = self._plans.get(task.plan) or await self._load_plan(keys, task)
         messages = await self._messages(keys, task)
+        heard.model = span.subject = plan.agent.model
         prefix, _, model = plan.agent.model.partition(":")
         provider = self._providers.get(prefix)
         if provider is None:
@@ -132,7 +207,13 @@ class LLMWorker:
         try:
             async for item in stream:
                 if isinstance(item, Completed):
-                    return item, validators
+                    return item, plan, validators
+                if isinstance(item, Usage):
+                    heard.usage = item
+                    continue
+                if span.is_active:
+                    span.live(item)
+                heard.add(item)
                 publisher.add(item)
         finally:
             close = getattr(stream, "aclose", None)
@@ -167,11 +248,18 @@ class LLMWorker:
         return loaded
 
     async def _messages(self, keys: PartitionKeys, task: ModelTask) -> list[Message]:
-        entries = await self._engine.call("LRANGE", keys.transcript(task.session_id), 0, task.messages - 1)
-        if len(entries) != task.messages:
-            text = f"the transcript of session {task.session_id} holds {len(entries)} of {task.messages} messages"
-            raise ProviderError(ErrorInfo(kind=ErrorKind.STATE_LOST, message=text))
-        return [decode_message(entry) for entry in entries]
+        """The conversation, with what hooks put before the last messages for this call alone."""
+        try:
+            messages = await read_conversation(
+                self._engine, keys, task.session_id, task.messages, task.view, task.view_end
+            )
+        except ConversationLost as error:
+            raise ProviderError(ErrorInfo(kind=ErrorKind.STATE_LOST, message=str(error))) from error
+        if task.injected:
+            behind = task.messages - task.inject_at
+            place = len(messages) - behind
+            messages = [*messages[:place], *task.injected, *messages[place:]]
+        return messages
 
     def _no_provider(self, model: str) -> str:
         known = ", ".join(self._providers.names) or "none"

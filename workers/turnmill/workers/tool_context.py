@@ -3,97 +3,55 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import os
 import time
 import types
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
+from turnmill.protocol.abort_signal import AbortSignal
+from turnmill.protocol.session_values import SessionValues
 from turnmill.protocol.specs import ToolSpec
 
+from .child_process import OUTPUT_BYTES_MAX, ProcessResult, run_process
 from .tool_results import wire_value
 
+T = TypeVar("T")
 SendProgress: TypeAlias = Callable[[str, dict[str, Any]], Awaitable[None]]
 """Carries a running call's message and data to the turn's watchers."""
 
 TIMEOUT_SECONDS_DEFAULT = ToolSpec(name="default").timeout_seconds
 
 
-class AbortSignal:
-    """Tells a running tool that nobody waits for it any more. Safe to use from the event loop and from threads."""
-
-    __slots__ = ("_is_set", "_lock", "_wakers", "reason")
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self._is_set = False
-        self._lock = threading.Lock()
-        self._wakers: list[Callable[[], object]] = []
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self, reason: str | None = None) -> None:
-        """Set it, from any thread; the first reason stays."""
-        with self._lock:
-            if self._is_set:
-                return
-            self.reason, self._is_set = reason, True
-            wakers, self._wakers = self._wakers, []
-        for wake in wakers:
-            wake()
-
-    async def wait(self) -> None:
-        """Return when it is set."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            call_in_loop(loop, _settle, future)
-
-        if self._add(wake):
-            try:
-                await future
-            finally:
-                self._remove(wake)
-
-    def wait_sync(self, timeout: float | None = None) -> bool:
-        """Block this thread until it is set, or for `timeout` seconds; returns whether it is set."""
-        event = threading.Event()
-        if self._add(event.set):
-            event.wait(timeout)
-            self._remove(event.set)
-        return self._is_set
-
-    def _add(self, wake: Callable[[], object]) -> bool:
-        with self._lock:
-            if not self._is_set:
-                self._wakers.append(wake)
-            return not self._is_set
-
-    def _remove(self, wake: Callable[[], object]) -> None:
-        with self._lock:
-            if wake in self._wakers:
-                self._wakers.remove(wake)
+_ASYNC_HINTS = {
+    "progress": "progress_sync() is for sync tools; in an async tool write `await context.progress(...)`",
+    "run_process": "run_process_sync() is for sync tools; in an async tool write `await context.run_process(...)`",
+    "state": "state_sync is for sync tools; in an async tool write `await context.state.get(...)`",
+}
 
 
 class ToolContext:
     """What a running tool knows of its call. A parameter annotated with it is filled in and hidden from the model.
 
-    Its clock starts when it is made: `deadline` tells the wall clock's time, `remaining_seconds` counts on the monotonic
+    `cancelled` is set, with the reason, when nobody waits for the call any more: its turn was stopped, or its time is over.
+    An async tool is cancelled then; a sync one looks at it, or waits for it, and returns. Its clock starts when it is made: `deadline` tells the wall clock's time, `remaining_seconds` counts on the monotonic
     clock, so that a clock that is set does not move it.
     """
 
     __slots__ = (
         "_loop",
+        "_on_progress",
         "_send_progress",
         "_started_at",
         "_started_monotonic",
+        "_state",
         "agent_id",
         "attempt",
         "cancelled",
         "idempotency_key",
+        "idle_timeout_seconds",
         "metadata",
         "session_id",
         "step_number",
@@ -115,10 +73,13 @@ class ToolContext:
         attempt: int = 1,
         idempotency_key: str = "",
         timeout_seconds: float = TIMEOUT_SECONDS_DEFAULT,
+        idle_timeout_seconds: float | None = None,
         metadata: Mapping[str, Any] | None = None,
         cancelled: AbortSignal | None = None,
         send_progress: SendProgress | None = None,
+        state: Callable[[], SessionValues] | None = None,
     ) -> None:
+        """`state` makes the access to the session's values, where the tool asks for it."""
         self.tool_call_id = tool_call_id
         self.tool_name = tool_name
         self.turn_id = turn_id
@@ -128,9 +89,12 @@ class ToolContext:
         self.attempt = attempt
         self.idempotency_key = idempotency_key
         self.timeout_seconds = timeout_seconds
+        self.idle_timeout_seconds = idle_timeout_seconds
         self.metadata: Mapping[str, Any] = types.MappingProxyType(metadata or {})
         self.cancelled = cancelled or AbortSignal()
         self._send_progress = send_progress
+        self._state = state
+        self._on_progress: Callable[[], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_at = time.time()
         self._started_monotonic = time.monotonic()
@@ -143,10 +107,24 @@ class ToolContext:
     def remaining_seconds(self) -> float:
         return max(0.0, self._started_monotonic + self.timeout_seconds - time.monotonic())
 
+    @property
+    def state(self) -> SessionValues:
+        """The session's own values, shared by all its tools and its host, and changed atomically."""
+        if self._state is None:
+            raise RuntimeError("this call belongs to no session, so it has no state")
+        return self._state()
+
+    @property
+    def state_sync(self) -> BlockingSessionValues:
+        """`state` for sync tools: the same methods, which return when it is done."""
+        return BlockingSessionValues(self.state, self._blocking)
+
     async def progress(self, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Tell the turn's watchers how far the call is. What a call says after its end reaches nobody."""
         if not message:
             raise ValueError("progress needs a message")
+        if self._on_progress is not None:
+            self._on_progress()
         if self._send_progress is not None and not self.cancelled.is_set():
             await self._send_progress(message, wire_value(dict(data)) if data else {})
 
@@ -154,26 +132,77 @@ class ToolContext:
         """`progress` for sync tools, which run in a thread: returns when the message is sent."""
         if not message:
             raise ValueError("progress needs a message")
+        if self._on_progress is not None:
+            self._on_progress()
         if self._send_progress is None or self.cancelled.is_set():
             return
+        self._blocking("progress", self.progress(message, data))
+
+    async def run_process(
+        self,
+        *arguments: str | os.PathLike[str],
+        stdin: bytes | None = None,
+        cwd: str | Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+        output_bytes_max: int = OUTPUT_BYTES_MAX,
+    ) -> ProcessResult:
+        """Run a program (not through a shell) and give its exit code and what it wrote, up to `output_bytes_max` of each.
+
+        It runs in a process group of its own. When the call is stopped or runs out of time, the group is asked to end and
+        then killed, with whatever the program has started. After `timeout_seconds` this raises `TimeoutError`.
+        """
+        return await run_process(
+            arguments,
+            self.cancelled,
+            stdin=stdin,
+            cwd=cwd,
+            env=env,
+            timeout_seconds=timeout_seconds,
+            output_bytes_max=output_bytes_max,
+        )
+
+    def run_process_sync(self, *arguments: str | os.PathLike[str], **options: Any) -> ProcessResult:
+        """`run_process` for sync tools. When the call is stopped it raises `concurrent.futures.CancelledError`."""
+        return self._blocking("run_process", self.run_process(*arguments, **options))
+
+    def _blocking(self, name: str, call: Coroutine[Any, Any, T]) -> T:
+        """Run something on the worker's loop, from the thread of a sync tool."""
         if self._loop is None:
-            raise RuntimeError(
-                "progress_sync() is for sync tools; in an async tool write `await context.progress(...)`"
-            )
-        asyncio.run_coroutine_threadsafe(self.progress(message, data), self._loop).result()
+            call.close()
+            raise RuntimeError(_ASYNC_HINTS[name])
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+class BlockingSessionValues:
+    """A session's values, from the thread of a sync tool: see `SessionValues`."""
+
+    __slots__ = ("_run", "_values")
+
+    def __init__(self, values: SessionValues, run: Callable[[str, Coroutine[Any, Any, Any]], Any]) -> None:
+        self._values = values
+        self._run = run
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._run("state", self._values.get(key, default))
+
+    def all(self) -> dict[str, Any]:
+        values: dict[str, Any] = self._run("state", self._values.all())
+        return values
+
+    def set(self, key: str, value: Any) -> None:
+        self._run("state", self._values.set(key, value))
+
+    def delete(self, key: str) -> bool:
+        return bool(self._run("state", self._values.delete(key)))
+
+    def increment(self, key: str, by: float = 1) -> int | float:
+        number: int | float = self._run("state", self._values.increment(key, by))
+        return number
+
+    def update(self, key: str, function: Callable[[Any], Any], default: Any = None) -> Any:
+        """`function` runs on the worker's loop: it should only compute."""
+        return self._run("state", self._values.update(key, function, default))
 
 
 ToolExecutionContext: TypeAlias = ToolContext
-
-
-def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
-    """Call from any thread."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        pass  # the loop is closed: nobody is left to be told
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -48,20 +48,30 @@ def _checked_part(part: Any) -> OutputPart:
 
 
 def wire_value(value: Any) -> Any:
-    """The JSON-compatible form of whatever a tool returns, proven to pass through either wire format.
+    """The JSON-compatible form of whatever a tool returns, proven to pass through either wire format."""
+    return measured_value(value)[0]
+
+
+def measured_value(value: Any) -> tuple[Any, int]:
+    """The JSON-compatible form of a value, proven to pass through either wire format, and its length in bytes there.
 
     Both formats refuse lone surrogates, and MessagePack integers beyond 64 bits: found here, that is an answer to the
     model; found later, it would be a reply that cannot be sent.
     """
     if type(value) is str and value.isascii():
-        return value
+        return value, len(value)
     try:
         packed = pack_value(value)
-        _encode(packed)
+        size = len(_encode(packed))
     except TypeError:  # not of JSON's own types
         packed = pack_value(_plain(value))
-        _encode(packed)
-    return packed
+        size = len(_encode(packed))
+    return packed, size
+
+
+def content_bytes(content: list[OutputPart]) -> int:
+    """The length of what rich parts hold."""
+    return sum(len(part.text.encode()) if isinstance(part, TextPart) else len(part.data or b"") for part in content)
 
 
 def _plain(value: Any) -> Any:

@@ -4,40 +4,38 @@
 the decorator's arguments the policy. What cannot work is a `DefinitionError` there, not a surprise in a turn.
 
 `run_tool` carries out one attempt at one call. A tool's failure is content for the model, never a crash of the worker:
-whatever a tool does (raise, exit, hang, return what has no JSON form) becomes a result that says so. Only a cancellation
-that comes from outside passes through, because it is addressed to the worker.
-
-An async tool runs in the caller's task. A sync tool runs in a thread of its own, not in a bounded pool: no thread can be
-stopped from outside, and a hung one must not take the slot of the next call. It sees `context.cancelled` instead.
+whatever a tool does (raise, exit, hang, return what has no JSON form) becomes a result that says so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import math
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import msgspec
 from pydantic import ValidationError
 
+from turnmill.protocol.abort_signal import AbortSignal
 from turnmill.protocol.content import ErrorInfo, ToolResult
 from turnmill.protocol.errors import DefinitionError, ErrorKind
 from turnmill.protocol.keys import valid_name
-from turnmill.protocol.logs import get_logger
-from turnmill.protocol.specs import OnLost, ToolSpec
+from turnmill.protocol.specs import Approval, HookSpec, OnLost, ToolSpec
 
-from .tool_context import AbortSignal, SendProgress, ToolContext, ToolExecutionContext, call_in_loop
-from .tool_results import ToolOutput, content_of, wire_value
+from .child_process import ProcessResult
+from .execution import CallStopped, RanOutOfTime, Run, bounded, describe, run_function
+from .hooks import ApprovalPolicy, Hook, hook_for
+from .tool_context import SendProgress, ToolContext, ToolExecutionContext
+from .tool_results import ToolOutput, content_bytes, content_of, measured_value
 from .tool_signature import Signature, read_signature
 
 __all__ = [
     "AbortSignal",
+    "ProcessResult",
     "SendProgress",
     "Tool",
     "ToolContext",
@@ -53,14 +51,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 APPROVALS = ("never", "always")
-ERROR_TEXT_CHARACTERS_MAX = 4_000
 ARGUMENT_ERRORS_MAX = 10
 TOOL_ERROR = "tool_error"
 """The error kind of an attempt that its tool asked to repeat."""
-
-_log = get_logger("turnmill.tools")
-CANCELLATION_GRACE_SECONDS = 1.0
-"""How long a cancelled tool may take to clean up before it is left behind."""
 
 
 class ToolRetry(Exception):  # a request to try again, named as its author reads it: `raise ToolRetry(...)`
@@ -74,10 +67,12 @@ class ToolRetry(Exception):  # a request to try again, named as its author reads
 class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How one attempt ended: what a `ToolReply` needs, and the exception for the worker's log.
 
-    `error` is set only where the tool asked for another attempt; a plain failure is a result with `is_error`.
+    `error` is set only where the tool asked for another attempt or was stopped; a plain failure is a result with
+    `is_error`. `result_bytes` is about how long the result is on the wire.
     """
 
     result: ToolResult
+    result_bytes: int
     duration_seconds: float
     error: ErrorInfo | None = None
     exception: BaseException | None = None
@@ -89,13 +84,20 @@ class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(Generic[P, R]):
     """A function that models can call. Calling it calls the function, as if it had never been decorated."""
 
-    def __init__(self, function: Callable[P, R], spec: ToolSpec, signature: Signature) -> None:
+    def __init__(
+        self,
+        function: Callable[P, R],
+        spec: ToolSpec,
+        signature: Signature,
+        approval_policy: Hook[Any, Any] | None = None,
+    ) -> None:
         update_wrapper(self, function)  # first, because it copies the function's attributes
         self.function = function
         self.spec = spec
         self.name = spec.name
         self.is_async = inspect.iscoroutinefunction(function)
         self.context_parameter = signature.context
+        self.approval_policy = approval_policy
         self._validate = signature.validate
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -123,7 +125,9 @@ def tool(
     retries: int = 0,
     idempotent: bool = False,
     on_lost: OnLost | None = None,
-    approval: bool | Literal["never", "always"] = "never",
+    approval: bool | Literal["never", "always"] | ApprovalPolicy = "never",
+    approval_timeout: float | None = None,
+    idle_timeout: float | None = None,
     concurrency: int | None = None,
     isolation: Literal["process"] | None = None,
     queue: str | None = None,
@@ -141,7 +145,9 @@ def tool(
     retries: int = 0,
     idempotent: bool = False,
     on_lost: OnLost | None = None,
-    approval: bool | Literal["never", "always"] = "never",
+    approval: bool | Literal["never", "always"] | ApprovalPolicy = "never",
+    approval_timeout: float | None = None,
+    idle_timeout: float | None = None,
     concurrency: int | None = None,
     isolation: Literal["process"] | None = None,
     queue: str | None = None,
@@ -151,30 +157,44 @@ def tool(
     `timeout` bounds one attempt, `start_timeout` the wait for a worker, both in seconds. `retries` are the attempts after
     the first one, made when the tool raises `ToolRetry`. `idempotent` and `on_lost` say whether a call may run again when
     its worker died. `concurrency` bounds the calls that run at the same time in one worker.
+
+    `approval` says which calls wait for a person: none, all, or those for which a function says so that takes an
+    `ApprovalEvent`; after `approval_timeout` seconds without a decision the call counts as denied. `idle_timeout` ends a
+    call that has not reported progress for so many seconds.
     """
 
     def define(function: Callable[P, R]) -> Tool[P, R]:
         title = _tool_name(function, name)
         _check_isolation(title, isolation)
+        approval_spec, policy_function = _approval(title, approval, approval_timeout)
         policy = {
             "timeout_seconds": _positive(title, "timeout", timeout),
             "start_timeout_seconds": _positive(title, "start_timeout", start_timeout),
             "max_attempts": _retries(title, retries) + 1,
             "idempotent": idempotent,
             "on_lost": _one_of(title, "on_lost", on_lost, (None, "retry", "fail")),
-            "approval": _approval(title, approval),
+            "approval": approval_spec,
+            "idle_timeout_seconds": _positive(title, "idle_timeout", idle_timeout),
             "concurrency": _concurrency(title, concurrency),
             "queue": _queue(title, queue),
         }
-        return _define(function, title, description, {key: value for key, value in policy.items() if value is not None})
+        given = {key: value for key, value in policy.items() if value is not None}
+        return _define(function, title, description, given, policy_function)
 
     return define if function is None else define(function)
 
 
-def _define(function: Callable[P, R], name: str, description: str | None, policy: dict[str, Any]) -> Tool[P, R]:
+def _define(
+    function: Callable[P, R],
+    name: str,
+    description: str | None,
+    policy: dict[str, Any],
+    approval: Hook[Any, Any] | None,
+) -> Tool[P, R]:
     signature = read_signature(function, name)
     documented = signature.description if description is None else description
-    return Tool(function, ToolSpec(name=name, description=documented, schema=signature.schema, **policy), signature)
+    spec = ToolSpec(name=name, description=documented, schema=signature.schema, **policy)
+    return Tool(function, spec, signature, approval)
 
 
 # --- reading the policy
@@ -225,13 +245,19 @@ def _concurrency(tool_name: str, concurrency: int | None) -> int | None:
     return concurrency
 
 
-def _approval(tool_name: str, approval: bool | str) -> str:
-    """A tool that asks for approval must not run without it: refused as long as nobody could give it."""
+def _approval(tool_name: str, approval: Any, timeout: float | None) -> tuple[Approval, Hook[Any, Any] | None]:
+    """The tool's approval, and the code of its policy where it has one."""
+    seconds = _positive(tool_name, "approval_timeout", timeout) or Approval().timeout_seconds
+    if callable(approval):
+        hook = _policy_hook(tool_name, approval)
+        return Approval(mode="policy", policy=hook.spec, timeout_seconds=seconds), hook
     wanted = ("always" if approval else "never") if isinstance(approval, bool) else approval
-    _one_of(tool_name, "approval", wanted, APPROVALS)
-    if wanted != "never":
-        raise DefinitionError(f"tool {tool_name!r}: approval={approval!r} is not available yet")
-    return "never"
+    return Approval(mode=_one_of(tool_name, "approval", wanted, APPROVALS), timeout_seconds=seconds), None
+
+
+def _policy_hook(tool_name: str, policy: Any) -> Hook[Any, Any]:
+    """A plain function is named after its tool, so that each tool may have one."""
+    return policy if isinstance(policy, Hook) else hook_for(policy, HookSpec(name=f"{tool_name}.approval"))
 
 
 def _queue(tool_name: str, queue: str | None) -> str | None:
@@ -255,98 +281,64 @@ def _one_of(tool_name: str, option: str, value: Any, allowed: tuple[Any, ...]) -
 async def run_tool(tool: Tool[..., Any], arguments: Mapping[str, Any], context: ToolContext) -> ToolOutcome:
     """One attempt at one call, within `context.timeout_seconds`. Raises nothing but a cancellation from outside.
 
-    A tool that swallows its cancellation is left behind after a short grace, so that it costs no slot; what it returns
-    then is void.
+    When `context.cancelled` is set before the tool has ended, the outcome is an error of kind `aborted`.
     """
     started = time.perf_counter()
     try:
         keywords = tool.validate(arguments)
     except Exception as error:  # pydantic's, or what a validator of the user's own types raises
-        return _failure(
-            context, tool, started, f"Error: invalid arguments for '{tool.name}': {_argument_errors(error)}", error
-        )
+        text = f"Error: invalid arguments for '{tool.name}': {_argument_errors(error)}"
+        return _failure(context, tool, started, text, error)
     if tool.context_parameter is not None:
         keywords[tool.context_parameter] = context
-    run = tool.function(**keywords) if tool.is_async else _run_in_thread(tool, keywords, context)
+    if not tool.is_async:
+        context._loop = asyncio.get_running_loop()
+    run = Run(
+        "tool",
+        tool.name,
+        context.tool_call_id,
+        context.timeout_seconds,
+        context.cancelled,
+        context.idle_timeout_seconds,
+    )
+    context._on_progress = run.progress
     try:
-        value, raised = await _within(run, tool, context)
-    except _TimedOut:
-        return _timed_out(context, tool, started)
+        value, raised = await run_function(tool.function, tool.is_async, run, **keywords)
+    except RanOutOfTime as error:
+        return _failure(context, tool, started, f"Error: execution failed ({error})")
+    except CallStopped:
+        return _stopped(context, tool, started)
     if raised is not None:
         return _failed(context, tool, started, raised)
     return _succeeded(context, tool, started, value)
 
 
-class _TimedOut(Exception):
-    """The call's time is over. Not a `TimeoutError`: a tool may raise that itself."""
-
-
-_LEFT_BEHIND: set[asyncio.Task[Any]] = set()
-
-
-async def _within(
-    run: Coroutine[Any, Any, Any], tool: Tool[..., Any], context: ToolContext
-) -> tuple[Any, BaseException | None]:
-    """What a run returns or raises, in a task of its own: it can be left behind, whatever it does with its cancellation."""
-    task = asyncio.get_running_loop().create_task(_caught(run))
-    try:
-        done, _ = await asyncio.wait({task}, timeout=context.timeout_seconds)
-    except asyncio.CancelledError:
-        context.cancelled.set("cancelled")
-        await _leave(task, tool, context)
-        raise
-    if done:
-        return task.result()
-    context.cancelled.set(ErrorKind.TIMEOUT)
-    await _leave(task, tool, context)
-    raise _TimedOut
-
-
-async def _caught(run: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """A tool that exits, or is interrupted, must not take its worker along: errors are values from here on."""
-    try:
-        return await run, None
-    except GeneratorExit:  # this coroutine is being closed, nobody takes an outcome
-        raise
-    except BaseException as error:
-        return None, error
-
-
-async def _leave(task: asyncio.Task[Any], tool: Tool[..., Any], context: ToolContext) -> None:
-    task.cancel()
-    await asyncio.wait({task}, timeout=CANCELLATION_GRACE_SECONDS)
-    if not task.done():
-        _LEFT_BEHIND.add(task)
-        task.add_done_callback(_LEFT_BEHIND.discard)
-        _log.warning("tool.stuck", tool=tool.name, tool_call_id=context.tool_call_id)
-
-
 def _succeeded(context: ToolContext, tool: Tool[..., Any], started: float, value: Any) -> ToolOutcome:
     try:
-        content = content_of(value)
-        result = ToolResult(
-            tool_call_id=context.tool_call_id,
-            tool_name=tool.name,
-            result=wire_value(value) if content is None else None,
-            content=content,
-        )
+        content, plain = content_of(value), None
+        if content is None:
+            plain, size = measured_value(value)
+        else:
+            size = content_bytes(content)
     except Exception as error:  # what a value's own serializers raise is unknown
-        reason = f"Error: execution failed (the result of '{tool.name}' cannot be sent: {_describe(error)})"
+        reason = f"Error: execution failed (the result of '{tool.name}' cannot be sent: {describe(error)})"
         return _failure(context, tool, started, reason, error)
-    return ToolOutcome(result=result, duration_seconds=time.perf_counter() - started)
+    result = ToolResult(tool_call_id=context.tool_call_id, tool_name=tool.name, result=plain, content=content)
+    return ToolOutcome(result=result, result_bytes=size, duration_seconds=time.perf_counter() - started)
 
 
 def _failed(context: ToolContext, tool: Tool[..., Any], started: float, error: BaseException) -> ToolOutcome:
-    reason = _describe(error)
+    reason = describe(error)
     info = None
     if isinstance(error, ToolRetry):
         info = ErrorInfo(kind=TOOL_ERROR, message=reason, retryable=True, retry_after_seconds=error.retry_after_seconds)
     return _failure(context, tool, started, f"Error: execution failed ({reason})", error, info)
 
 
-def _timed_out(context: ToolContext, tool: Tool[..., Any], started: float) -> ToolOutcome:
-    context.cancelled.set(ErrorKind.TIMEOUT)
-    return _failure(context, tool, started, f"Error: execution failed (timeout after {context.timeout_seconds:.10g} s)")
+def _stopped(context: ToolContext, tool: Tool[..., Any], started: float) -> ToolOutcome:
+    reason = context.cancelled.reason or "the turn was stopped"
+    info = ErrorInfo(kind=ErrorKind.ABORTED, message=reason)
+    return _failure(context, tool, started, f"Error: aborted ({reason})", error=info)
 
 
 def _failure(
@@ -359,6 +351,7 @@ def _failure(
 ) -> ToolOutcome:
     return ToolOutcome(
         result=ToolResult(tool_call_id=context.tool_call_id, tool_name=tool.name, result=text, is_error=True),
+        result_bytes=len(text),
         duration_seconds=time.perf_counter() - started,
         error=error,
         exception=exception,
@@ -367,58 +360,9 @@ def _failure(
 
 def _argument_errors(error: Exception) -> str:
     if not isinstance(error, ValidationError):
-        return _describe(error)
+        return describe(error)
     found = error.errors(include_url=False, include_context=False, include_input=False)
     texts = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" if item["loc"] else item["msg"] for item in found]
     if len(texts) > ARGUMENT_ERRORS_MAX:
         texts = [*texts[:ARGUMENT_ERRORS_MAX], f"and {len(texts) - ARGUMENT_ERRORS_MAX} more"]
-    return _bounded("; ".join(texts))
-
-
-def _describe(error: BaseException) -> str:
-    """An error's own words, with its type where they say nothing alone."""
-    try:
-        text = str(error)
-    except Exception:  # an error whose text cannot be made is still an error
-        text = ""
-    if not text:
-        return type(error).__name__
-    return _bounded(text if isinstance(error, Exception) else f"{type(error).__name__}: {text}")
-
-
-def _bounded(text: str) -> str:
-    """At most `ERROR_TEXT_CHARACTERS_MAX` characters that the wire can carry."""
-    if len(text) > ERROR_TEXT_CHARACTERS_MAX:
-        text = text[: ERROR_TEXT_CHARACTERS_MAX - 1] + "…"
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
-# --- threads
-
-
-async def _run_in_thread(tool: Tool[..., Any], keywords: dict[str, Any], context: ToolContext) -> Any:
-    """Run a sync function in a new daemon thread that sees the caller's context variables."""
-    loop = context._loop = asyncio.get_running_loop()
-    ended: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-    variables = contextvars.copy_context()
-
-    def body() -> None:
-        value, error = None, None
-        try:
-            value = variables.run(tool.function, **keywords)
-        except BaseException as raised:  # judged on the loop, where it cannot end the thread with a traceback
-            error = raised
-        call_in_loop(loop, deliver, value, error)
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if ended.done():
-            _log.warning("tool.late", tool=tool.name, tool_call_id=context.tool_call_id, failed=error is not None)
-        else:
-            ended.set_result((value, error))
-
-    threading.Thread(target=body, name=f"tool-{tool.name}", daemon=True).start()
-    value, error = await ended
-    if error is not None:
-        raise error
-    # A decorator without `async` around an async function gives a coroutine: it belongs on the loop.
-    return await value if inspect.iscoroutine(value) else value
+    return bounded("; ".join(texts))

@@ -17,6 +17,11 @@
 --          R key member                              remove a timer
 --          F key length n (type body)                append to the lifecycle feed
 --          N key field                               count
+--          M key channel ttl_ms turn reason          mark a turn as stopped, and tell it
+--          K key n key... name...                    keep blobs, and note their names in the session's set
+--          D key base n key...                       delete a session's keys, and what its set (key) names, blobs and
+--                                                    the keys of sub-turns; these are made from base, the partition's
+--                                                    prefix, and are the one kind of key that is not passed
 -- Returns  one number for each item: the new version, -1 where the session has another version, or one of another writer
 --          (nothing was written), -2 where the guard key exists (nothing was written)
 -- Written for speed: the arguments are walked by one index in one chain, and digits are made numbers by adding 0.
@@ -33,6 +38,15 @@ local function enqueue(backlog, clock, tenant, priority, body)
   local place = math.max(tonumber(places[1] or 0), tonumber(places[2] or 0)) + 1
   call('HSET', clock, 't:' .. tenant, place)
   call('ZADD', backlog, place - priority * 1e12, body)
+end
+
+local remove
+function remove(set, base)
+  -- What belongs to a session, and the sets of its sub-turns' sessions with what belongs to those.
+  for _, name in ipairs(call('SMEMBERS', set)) do
+    if string.sub(name, 1, 6) == 'blobs:' then remove(base .. name, base) else call('UNLINK', base .. name) end
+  end
+  call('UNLINK', set)
 end
 
 -- An item that is refused writes nothing: its end is given, so that the next one is found without reading its effects.
@@ -110,6 +124,20 @@ for i = 1, A[3] + 0 do
       elseif effect == 'N' then
         call('HINCRBY', key, A[a + 2], 1)
         a = a + 3
+      elseif effect == 'M' then
+        call('SET', key, A[a + 5], 'PX', A[a + 3])
+        call('SPUBLISH', K[A[a + 2] + 0], A[a + 4] .. ' ' .. A[a + 5])
+        a = a + 6
+      elseif effect == 'K' then
+        local count = A[a + 2] + 0
+        for blob = a + 3, a + 2 + count do call('PERSIST', K[A[blob] + 0]) end
+        call('SADD', key, unpack(A, a + 3 + count, a + 2 + 2 * count))
+        a = a + 3 + 2 * count
+      elseif effect == 'D' then
+        remove(key, A[a + 2])
+        local last = a + 3 + A[a + 3]
+        for index = a + 4, last do call('UNLINK', K[A[index] + 0]) end
+        a = last + 1
       elseif effect == 'B' then
         enqueue(key, K[A[a + 2] + 0], A[a + 3], A[a + 4] + 0, A[a + 5])
         a = a + 6

@@ -6,6 +6,10 @@ import os
 import sys
 import traceback
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from turnmill.protocol.errors import CommandRefusedError
 
 PREFIX = "turnmill: "
 
@@ -61,9 +65,17 @@ def _click_code(error: BaseException) -> int | None:
     return Exit.USAGE if type(error).__name__ == "Abort" else None
 
 
+def _refusal_text(error: CommandRefusedError) -> str:
+    from .next_commands import after_refusal
+
+    text, command = str(error), after_refusal(error)
+    return f"refused ({error.kind}): {text}" + (f"; `{command}`" if command else "")
+
+
 def _meaning(error: BaseException) -> tuple[Exit, str]:
     from turnmill.protocol.errors import (
         CodecError,
+        CommandRefusedError,
         ConfigurationError,
         DefinitionError,
         EngineError,
@@ -75,6 +87,8 @@ def _meaning(error: BaseException) -> tuple[Exit, str]:
     match error:
         case CommandError():
             return error.code, str(error)
+        case CommandRefusedError():
+            return Exit.USAGE, _refusal_text(error)
         case ConfigurationError() | DefinitionError() | CodecError() | TurnLostError():
             return Exit.USAGE, str(error)
         case EngineError():
@@ -83,6 +97,8 @@ def _meaning(error: BaseException) -> tuple[Exit, str]:
             return Exit.USAGE, str(error)
         case TurnFailedError():
             return Exit.FAILED, str(error)
+        case TimeoutError():
+            return Exit.TIMEOUT, str(error) or "no answer in time"
         case _:
             hint = "set TURNMILL_LOG_LEVEL=debug to see where"
             return Exit.FAILED, f"unexpected {type(error).__name__}: {error} ({hint})"

@@ -81,7 +81,7 @@ def _write_table(records: list[TurnRecord]) -> None:
 
 
 def _row(record: TurnRecord) -> list[str]:
-    from .rendering import clean, seconds_text
+    from .wording import clean, seconds_text
 
     summary = record.summary
     usage = summary.usage if summary else None

@@ -1,38 +1,68 @@
-"""A turn's events for a person's eyes: text as it comes, everything else as one line for each."""
+"""A turn's events for a person's eyes: text as it comes, everything else as one line for each.
+
+The events of sub-turns stand behind a bar, one for each level, so that two that run at the same time are told apart from
+their parent.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol, TypeAlias, assert_never
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
 from turnmill.protocol import events as e
 from turnmill.protocol.codec import event_to_dict
-from turnmill.protocol.content import TextPart, ToolCall, ToolResult, Usage
+from turnmill.protocol.content import ToolCall
 
-_VALUE_LENGTH_MAX = 60
+from ..sub_turns import SubTurnEvent
+from .pen import Pen
+from .wording import call_text, result_text, seconds_text, shortened, summary_facts
+
 _RESULT_LENGTH_MAX = 200
-# What a model or a tool says must not steer the terminal.
-_CONTROL_CHARACTERS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+_BAR = "│ "
+
+_AboutCalls: TypeAlias = (
+    e.ToolCallReady
+    | e.ToolExecutionStarted
+    | e.ToolExecutionWaiting
+    | e.ToolExecutionProgress
+    | e.ToolExecutionFinished
+    | e.ApprovalRequested
+    | e.ApprovalDecided
+    | e.SubTurnStarted
+    | e.SubTurnFinished
+)
+_AboutTurn: TypeAlias = (
+    e.TurnSuspended
+    | e.TurnResumed
+    | e.SteeringQueued
+    | e.SteeringApplied
+    | e.SteeringDropped
+    | e.AgentChanged
+    | e.HookFinished
+    | e.ContextCompacted
+)
 
 
 class EventView(Protocol):
-    """Shows events, one by one."""
+    """Shows events, one by one. `number` is 0 for those of sub-turns, which have numbers of their own channels."""
 
-    def show(self, number: int, event: e.Event) -> None: ...
+    def show(self, number: int, event: e.Event | SubTurnEvent) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """One event per line: its dict form, and its number as `seq`."""
+    """One event per line: its dict form, and its number as `seq`. Events of sub-turns have `sub_turn` in its place."""
 
-    def show(self, number: int, event: e.Event) -> None:
-        line = msgspec.json.encode({"seq": number, **event_to_dict(event)})
+    def show(self, number: int, event: e.Event | SubTurnEvent) -> None:
+        head: dict[str, Any] = {"seq": number}
+        if isinstance(event, SubTurnEvent):
+            child = {"turn_id": event.turn_id, "session_id": event.session_id, "agent_id": event.agent_id}
+            head, event = {"sub_turn": child}, event.event
+        line = msgspec.json.encode({**head, **event_to_dict(event)})
         sys.stdout.write(line.decode() + "\n")
         sys.stdout.flush()
 
@@ -44,18 +74,39 @@ class Transcript:
     """Rendered like a chat. A failure's last line goes to stderr, so that it is seen where the output is not."""
 
     def __init__(self, console: Console | None = None, errors: Console | None = None) -> None:
-        self._console = console or Console(soft_wrap=True, highlight=False)
-        self._errors = errors or Console(stderr=True, soft_wrap=True, highlight=False)
-        self._calls: dict[tuple[int, int], ToolCall] = {}
-        self._is_inside_line = False
-        self._turn_id = ""
+        pen = Pen(console, errors)
+        self._pen = pen
+        self._own = _TurnView(pen, "")
+        self._views: dict[str, _TurnView] = {}
 
-    def show(self, number: int, event: e.Event) -> None:
+    def show(self, number: int, event: e.Event | SubTurnEvent) -> None:
+        view, inner = self._own, event
+        if isinstance(inner, SubTurnEvent):
+            view, inner = self._views.get(inner.turn_id, self._own), inner.event
+        if isinstance(inner, e.SubTurnStarted):
+            self._views[inner.turn_id] = _TurnView(self._pen, view.margin + _BAR)
+        view.show(inner)
+
+    def close(self) -> None:
+        """End the line that is open."""
+        self._pen.end_line()
+
+
+class _TurnView:
+    """One turn's events, at one margin."""
+
+    def __init__(self, pen: Pen, margin: str) -> None:
+        self._pen = pen
+        self._calls: dict[tuple[int, int], ToolCall] = {}
+        self._turn_id = ""
+        self.margin = margin
+
+    def show(self, event: e.Event) -> None:
         match event:
             case e.TextDelta():
-                self._inline(event.text)
+                self._pen.text(self.margin, event.text)
             case e.ReasoningDelta():
-                self._inline(event.text or "", "dim italic")
+                self._pen.text(self.margin, event.text or "", "dim italic")
             case e.TurnStarted():
                 self._turn_id = event.turn_id
                 self._line(f"● {event.agent_id}  {event.turn_id}  session {event.session_id}", "bold")
@@ -71,37 +122,71 @@ class Transcript:
                 return
             case e.TurnFinished() | e.TurnFailed():
                 self._ending(event)
-            case e.TurnSuspended():
-                self._line(f"‖ suspended: it waits for the results of {', '.join(event.pending)}", "magenta")
-            case e.TurnResumed():
-                self._line("▶ resumed", "magenta")
-            case e.SteeringQueued():
-                self._line(f"» steering queued: {event.message.text}", "magenta")
-            case e.SteeringApplied():
-                self._line(f"» steering applied in step {event.step}", "magenta")
-            case e.SteeringDropped():
-                self._line(f"» steering dropped: {event.reason}", "magenta")
+            case (
+                e.TurnSuspended()
+                | e.TurnResumed()
+                | e.SteeringQueued()
+                | e.SteeringApplied()
+                | e.SteeringDropped()
+                | e.AgentChanged()
+                | e.HookFinished()
+                | e.ContextCompacted()
+            ):
+                self._turn(event)
             case _:
-                self._tool(event)
+                self._call(event)
 
-    def close(self) -> None:
-        """End the line that is open."""
-        if self._is_inside_line:
-            self._console.print()
-            self._is_inside_line = False
+    # ---- what happens to the turn
 
-    # ---- tools
+    def _turn(self, event: _AboutTurn) -> None:
+        match event:
+            case e.TurnSuspended():
+                self._line(f"‖ suspended: {'; '.join(self._reasons(event)) or 'it waits for its host'}", "magenta")
+            case e.TurnResumed():
+                self._line("▶ resumed" + _with_ids(event.tool_call_ids), "magenta")
+            case e.SteeringQueued():
+                who = "" if event.message.role == "user" else f" ({event.message.role})"
+                self._line(f"» steering queued{who}: {event.message.text}  {event.steering_id}", "magenta")
+            case e.SteeringApplied():
+                self._line(f"» steering applied in step {event.step}  {event.steering_id}", "magenta")
+            case e.SteeringDropped():
+                self._line(f"» steering dropped: {event.reason}  {event.steering_id}", "magenta")
+            case e.AgentChanged():
+                self._line(f"⇒ {event.from_agent_id} hands over to {event.agent_id}", "bold")
+            case e.HookFinished():
+                self._hook(event)
+            case e.ContextCompacted():
+                why = "the model's window was exceeded" if event.reason == "overflow" else "it had grown long"
+                text = f"{event.replacements} message{'' if event.replacements == 1 else 's'} in place of older ones"
+                self._line(f"≈ conversation shortened ({why}): {text}", "yellow")
+            case _:
+                assert_never(event)
 
-    def _tool(
-        self,
-        event: e.ToolCallReady
-        | e.ToolExecutionStarted
-        | e.ToolExecutionWaiting
-        | e.ToolExecutionProgress
-        | e.ToolExecutionFinished
-        | e.ApprovalRequested
-        | e.ApprovalDecided,
-    ) -> None:
+    def _reasons(self, event: e.TurnSuspended) -> list[str]:
+        reasons = []
+        if event.error is not None:
+            reasons.append(f"the provider call failed: {event.error.message} ({event.error.kind})")
+        if event.pending and event.error is None:
+            reasons.append(f"it waits for the results of {self._named(event.pending)}")
+        if event.approvals:
+            reasons.append(f"it waits for approval of {self._named(event.approvals)}")
+        return reasons
+
+    def _named(self, ids: list[str]) -> str:
+        """Calls by what they are and by their ids, which the next command needs."""
+        known = {call.id: call for call in self._calls.values()}
+        return ", ".join(f"{call_text(known[call_id])} {call_id}" if call_id in known else call_id for call_id in ids)
+
+    def _hook(self, event: e.HookFinished) -> None:
+        head = f"  ∘ {event.point} {event.name} {seconds_text(event.duration)}"
+        if event.error is not None:
+            self._line(f"{head}: {event.error}", "red")
+        else:
+            self._line(head, "dim")
+
+    # ---- calls
+
+    def _call(self, event: _AboutCalls) -> None:
         match event:
             case e.ToolCallReady():
                 self._calls[event.step_number, event.index] = event.tool_call
@@ -119,9 +204,15 @@ class Transcript:
             case e.ToolExecutionFinished():
                 self._finished(event)
             case e.ApprovalRequested():
-                self._line(f"  ? {call_text(event.tool_call)} waits for approval", "magenta")
+                self._line(f"  ? {call_text(event.tool_call)} waits for approval  {event.tool_call.id}", "magenta")
             case e.ApprovalDecided():
-                self._line(f"  ? {'approved' if event.approved else 'denied'}: {event.reason or ''}", "magenta")
+                word = "approved" if event.approved else "denied"
+                why = f": {event.reason}" if event.reason else ""
+                self._line(f"  ? {self._label(event)} {word}{why}", "magenta")
+            case e.SubTurnStarted():
+                self._line(f"  ↳ {event.agent_id}  {event.turn_id}  session {event.session_id}", "cyan")
+            case e.SubTurnFinished():
+                self._line(f"  ↲ {event.turn_id} {event.status}", "cyan" if event.status == "finished" else "red")
             case _:
                 assert_never(event)
 
@@ -137,7 +228,7 @@ class Transcript:
     def _label(self, event: Any) -> str:
         """The call as it was asked for, so that parallel calls of one tool are told apart."""
         call = self._calls.get((event.step_number, event.index))
-        return call_text(call) if call is not None else str(event.name)
+        return call_text(call) if call is not None else str(getattr(event, "name", event.tool_call_id))
 
     # ---- the end
 
@@ -150,71 +241,14 @@ class Transcript:
             how = "finished" if kind == "completed" else f"finished ({kind})"
             self._line("  ".join(filter(None, [f"✓ {how}: {facts}", turn_id])), "bold green")
             return
-        self.close()
         word = "aborted" if event.aborted else "failed"
         text = f"✗ {word}: {event.error} ({event.error_type})"
-        self._print(self._errors, "  ".join(filter(None, [text, facts, turn_id])), "bold red")
+        # A sub-turn's failure is its parent's affair: only the watched turn's own ends the output.
+        self._line("  ".join(filter(None, [text, facts, turn_id])), "bold red", is_failure=not self.margin)
 
-    # ---- output
-
-    def _inline(self, text: str, style: str = "") -> None:
-        text = clean(text)
-        if text:
-            self._console.print(Text(text, style=style), end="")
-            self._console.file.flush()
-            self._is_inside_line = not text.endswith("\n")
-
-    def _line(self, text: str, style: str) -> None:
-        self.close()
-        self._print(self._console, text, style)
-
-    def _print(self, console: Console, text: str, style: str) -> None:
-        console.print(Text(" ".join(clean(text).split("\n")), style=style))
-        console.file.flush()
+    def _line(self, text: str, style: str, *, is_failure: bool = False) -> None:
+        self._pen.line(self.margin, text, style, is_failure=is_failure)
 
 
-def clean(text: str) -> str:
-    """Without control characters, except for tab and line feed."""
-    return text.translate(_CONTROL_CHARACTERS)
-
-
-def shortened(text: str, length_max: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= length_max else text[: length_max - 1] + "…"
-
-
-def call_text(call: ToolCall) -> str:
-    """`weather(city="Oslo")`."""
-    return f"{call.name}({arguments_text(call.arguments)})"
-
-
-def arguments_text(arguments: Mapping[str, Any]) -> str:
-    encoded = [(name, msgspec.json.encode(value, enc_hook=repr).decode()) for name, value in arguments.items()]
-    return ", ".join(f"{name}={shortened(value, _VALUE_LENGTH_MAX)}" for name, value in encoded)
-
-
-def result_text(result: ToolResult) -> str:
-    if result.content is not None:
-        return "".join(
-            part.text if isinstance(part, TextPart) else f"[{type(part).__name__}]" for part in result.content
-        )
-    if isinstance(result.result, str):
-        return result.result
-    return msgspec.json.encode(result.result, enc_hook=repr).decode()
-
-
-def summary_facts(summary: e.TurnSummary) -> str:
-    """`2 steps, 413 tokens, 1.9 s`."""
-    steps = f"{summary.steps} step" + ("" if summary.steps == 1 else "s")
-    return f"{steps}, {tokens_text(summary.usage)}, {seconds_text(summary.ended_at - summary.started_at)}"
-
-
-def tokens_text(usage: Usage) -> str:
-    total = usage.total_tokens or usage.input_tokens + usage.output_tokens
-    return f"{total} tokens" if total else "no token count"
-
-
-def seconds_text(seconds: float) -> str:
-    if seconds < 0.0995:
-        return f"{max(0.0, seconds) * 1000:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+def _with_ids(ids: list[str]) -> str:
+    return f" with {', '.join(ids)}" if ids else ""

@@ -10,7 +10,7 @@ import msgspec
 from turnmill.protocol import events as e
 from turnmill.protocol.streams import ChannelEvent
 
-from .rendering import call_text, clean, seconds_text, shortened
+from .wording import call_text, clean, seconds_text, shortened
 
 _NAME_WIDTH_MAX = 32
 _BAR_WIDTH_MIN = 20

@@ -52,17 +52,20 @@ Live: TypeAlias = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta
 
 
 class ProviderError(TurnmillError):
-    """A failed model call; `info.retryable` says whether another attempt may succeed."""
+    """A failed model call; `info.retryable` says whether another attempt may succeed, `usage` what it has cost, where
+    that is known."""
 
-    def __init__(self, info: ErrorInfo) -> None:
+    def __init__(self, info: ErrorInfo, usage: Usage | None = None) -> None:
         super().__init__(info.message)
         self.info = info
+        self.usage = usage
 
 
 class Provider(Protocol):
-    """Closing the iterator closes the connection to the provider."""
+    """Closing the iterator closes the connection to the provider. A `Usage` in mid-stream is what is known by then, for
+    a call that is stopped or fails."""
 
-    def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Completed]: ...
+    def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Usage | Completed]: ...
 
     async def close(self) -> None: ...
 

@@ -1,0 +1,294 @@
+"""What clients ask of a session besides a new turn: steer, stop, resume, approve, delete.
+
+Every command is answered under its id, whether it changed something or not, and a command that comes twice changes
+nothing the second time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.errors import ErrorKind
+from turnmill.protocol.events import ApprovalDecided, SteeringDropped, SteeringQueued, TurnResumed
+from turnmill.protocol.messages import (
+    AbortTurn,
+    Answer,
+    ApprovalDecision,
+    CancelSteering,
+    DecideApprovals,
+    DeleteSession,
+    ResumeTurn,
+    StartTurn,
+    SteerTurn,
+)
+
+from . import pairing
+from .draft import Draft
+from .endings import abort_turn, host_calls, refuse_turn
+from .flow import advance_turn
+from .state import CallState, CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, TurnState
+from .steps import retry_model
+
+STEERED_MAX = 200
+"""How many ids of steering a turn remembers, to know a repeated command."""
+
+
+def live_turn(draft: Draft, turn_id: str) -> TurnState | None:
+    """The session's turn, if it is this one and may still be told something."""
+    turn = draft.state.turn
+    if turn is None or turn.turn_id != turn_id or turn.phase is TurnPhase.ABORTING:
+        return None
+    return turn
+
+
+def _queued(state: SessionState, turn_id: str) -> QueuedTurn | None:
+    return next((queued for queued in state.queue if queued.command.turn_id == turn_id), None)
+
+
+def _refused(turn_id: str, kind: ErrorKind, text: str, pending: list[str] | None = None) -> Answer:
+    error = ErrorInfo(kind=kind, message=text, pending=pending or [])
+    return Answer(turn_id=turn_id, error=error, pending=pending or [])
+
+
+# ---- steering
+
+
+def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
+    turn, queued = live_turn(draft, command.turn_id), _queued(draft.state, command.turn_id)
+    if turn is None and queued is None:
+        text = f"turn {command.turn_id} has ended: start another turn on the session"
+        return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.TURN_ENDED, text))
+    accepted = Answer(turn_id=command.turn_id, steering_id=command.steering_id)
+    if command.mode == "queue":
+        return _queue_next(draft, command, turn, queued, pending_max)
+    waiting = turn.steering if turn is not None else queued.steering if queued is not None else []
+    known = {item.steering_id for item in waiting} | set(turn.steered if turn is not None else ())
+    if command.steering_id not in known:
+        if len(waiting) >= pending_max:
+            text = f"{len(waiting)} messages wait for turn {command.turn_id} already (TURNMILL_SESSION_QUEUE_MAX)"
+            return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.STEERING_FULL, text))
+        item = Steering(command.steering_id, command.message)
+        if turn is not None:
+            add_steering(draft, turn, item)
+        elif queued is not None:
+            index = draft.state.queue.index(queued)
+            changed = msgspec.structs.replace(queued, steering=[*queued.steering, item])
+            draft.state.queue[index] = changed
+    return draft.reply(command.steering_id, accepted)
+
+
+def add_steering(draft: Draft, turn: TurnState, item: Steering) -> None:
+    turn.steering = [*turn.steering, item]
+    turn.steered = [*turn.steered, item.steering_id][-STEERED_MAX:]
+    draft.keep_blobs(item.message)
+    draft.publish(SteeringQueued(steering_id=item.steering_id, message=item.message))
+
+
+def _queue_next(
+    draft: Draft, command: SteerTurn, turn: TurnState | None, queued: QueuedTurn | None, pending_max: int
+) -> None:
+    """The message becomes a turn of its own behind this one, with the same agent and options."""
+    state = draft.state
+    accepted = Answer(turn_id=command.turn_id, steering_id=command.steering_id)
+    if _queued(state, command.steering_id) is None:
+        if len(state.queue) >= pending_max:
+            text = f"{len(state.queue)} turns wait on the session already (TURNMILL_SESSION_QUEUE_MAX)"
+            return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.STEERING_FULL, text))
+        agent = turn.agent_id if turn is not None else queued.command.agent if queued is not None else ""
+        next_turn = StartTurn(
+            turn_id=command.steering_id,
+            session_id=command.session_id,
+            agent=agent,
+            messages=[command.message],
+            metadata=turn.metadata if turn is not None else {},
+            tenant=turn.tenant if turn is not None else "",
+            priority=turn.priority if turn is not None else 0,
+            trace=turn.trace if turn is not None else {},
+        )
+        plan_id = turn.plan_id if turn is not None else queued.plan_id if queued is not None else ""
+        state.queue.append(QueuedTurn(next_turn, plan_id))
+        draft.keep_blobs(command.message)
+        draft.record_queued(next_turn)
+    return draft.reply(command.steering_id, accepted)
+
+
+def cancel_steering(draft: Draft, command: CancelSteering) -> None:
+    turn, state = live_turn(draft, command.turn_id), draft.state
+    removed = False
+    if turn is not None and any(item.steering_id == command.steering_id for item in turn.steering):
+        turn.steering = [item for item in turn.steering if item.steering_id != command.steering_id]
+        draft.publish(SteeringDropped(steering_id=command.steering_id, reason="cancelled"))
+        removed = True
+    for index, queued in enumerate(state.queue):
+        if queued.command.turn_id == command.steering_id:
+            del state.queue[index]
+            refuse_turn(draft, queued.command, ErrorInfo(kind=ErrorKind.ABORTED, message="cancelled"), aborted=True)
+            removed = True
+            break
+        if any(item.steering_id == command.steering_id for item in queued.steering):
+            rest = [item for item in queued.steering if item.steering_id != command.steering_id]
+            state.queue[index] = msgspec.structs.replace(queued, steering=rest)
+            removed = True
+    draft.reply(command.request_id, Answer(turn_id=command.turn_id, done=removed))
+
+
+# ---- stop
+
+
+def abort(draft: Draft, command: AbortTurn) -> None:
+    """Stop a turn that is live or waits; of one that has ended nothing changes."""
+    turn, queued = draft.state.turn, _queued(draft.state, command.turn_id)
+    found = True
+    if turn is not None and turn.turn_id == command.turn_id:
+        abort_turn(draft, turn, command.reason)
+    elif queued is not None:
+        draft.state.queue.remove(queued)
+        error = ErrorInfo(kind=ErrorKind.ABORTED, message=command.reason or "the turn was stopped")
+        refuse_turn(draft, queued.command, error, aborted=True)
+    else:
+        found = False
+    draft.reply(command.request_id, Answer(turn_id=command.turn_id, done=found))
+
+
+def delete_session(draft: Draft, command: DeleteSession) -> None:
+    """Stop what is live and drop what waits; the rest is done when nothing is left (see `machine`)."""
+    state = draft.state
+    state.deletions = [*state.deletions, command.request_id]
+    for queued in state.queue:
+        error = ErrorInfo(kind=ErrorKind.ABORTED, message="the session was deleted")
+        refuse_turn(draft, queued.command, error, aborted=True)
+    state.queue = []
+    if state.turn is not None:
+        abort_turn(draft, state.turn, "the session was deleted")
+
+
+# ---- the host's results
+
+
+def resume(draft: Draft, command: ResumeTurn) -> None:
+    """Take results of calls that no worker runs; the first result of a call wins."""
+    turn = live_turn(draft, command.turn_id)
+    answer = _resume_problem(command, turn)
+    if answer is not None or turn is None:
+        return draft.reply(command.request_id, answer or Answer(turn_id=command.turn_id))
+    taken = []
+    for result in command.tool_results:
+        call = _call_by_id(turn, result.tool_call_id)
+        if call is not None and call.status is CallStatus.HOST:
+            pairing.settle(call, result)
+            draft.keep_blobs(result)
+            taken.append(call.tool_call.id)
+    turn.answered = [*turn.answered, *taken]
+    if command.message is not None and command.request_id not in turn.steered:
+        add_steering(draft, turn, Steering(command.request_id, command.message))
+    draft.reply(command.request_id, Answer(turn_id=turn.turn_id, pending=host_calls(turn)))
+    if turn.phase is TurnPhase.SUSPENDED and (taken or turn.failed_exchange is not None):
+        _wake(draft, turn, taken)
+    elif taken and turn.phase is TurnPhase.TOOLS:
+        advance_turn(draft, turn)
+    return None
+
+
+def _resume_problem(command: ResumeTurn, turn: TurnState | None) -> Answer | None:
+    if turn is None:
+        text = f"turn {command.turn_id} waits for no result: it has ended"
+        return _refused(command.turn_id, ErrorKind.NO_PENDING_TOOLS, text)
+    pending = host_calls(turn)
+    ids = [result.tool_call_id for result in command.tool_results]
+    unknown = [call_id for call_id in ids if call_id not in pending and call_id not in turn.answered]
+    if not pending and turn.failed_exchange is None and (unknown or not ids):
+        text = f"turn {command.turn_id} waits for no result of its host"
+        return _refused(command.turn_id, ErrorKind.NO_PENDING_TOOLS, text)
+    if unknown:
+        text = f"no call {', '.join(unknown)} waits for a result; pending: {', '.join(pending) or 'none'}"
+        return _refused(command.turn_id, ErrorKind.UNKNOWN_TOOL_RESULT, text, pending)
+    if not ids and turn.failed_exchange is None:
+        text = f"turn {command.turn_id} waits for the results of {', '.join(pending)}"
+        return _refused(command.turn_id, ErrorKind.TOOL_RESULTS_REQUIRED, text, pending)
+    return None
+
+
+def _wake(draft: Draft, turn: TurnState, call_ids: list[str]) -> None:
+    """Leave the rest: what is still missing suspends the turn again."""
+    draft.publish(TurnResumed(tool_call_ids=call_ids))
+    draft.record_status(turn.turn_id, "running")
+    draft.feed(turn.turn_id, turn.agent_id, TurnResumed.type)
+    if turn.failed_exchange is not None:
+        turn.failed_exchange = None
+        return retry_model(draft, turn)
+    turn.phase = TurnPhase.TOOLS
+    return advance_turn(draft, turn)
+
+
+def _call_by_id(turn: TurnState, call_id: str) -> CallState | None:
+    return next((call for call in turn.calls if call.tool_call.id == call_id), None)
+
+
+# ---- approvals
+
+
+def decide_approvals(draft: Draft, command: DecideApprovals) -> None:
+    turn = live_turn(draft, command.turn_id)
+    waiting = waiting_approvals(turn)
+    calls = [] if turn is None else [_call_by_id(turn, item.tool_call_id) for item in command.decisions]
+    if turn is None or not calls or None in calls or not (waiting or _were_decided(calls)):
+        text = (
+            f"turn {command.turn_id} has no such call that waits for approval; waiting: {', '.join(waiting) or 'none'}"
+        )
+        return draft.reply(command.request_id, _refused(command.turn_id, ErrorKind.NO_PENDING_APPROVAL, text, waiting))
+    decided = [item for item in command.decisions if _decide(draft, turn, item)]
+    draft.reply(command.request_id, Answer(turn_id=turn.turn_id, pending=waiting_approvals(turn)))
+    if not decided:
+        return None
+    if turn.phase is TurnPhase.SUSPENDED:
+        return _wake(draft, turn, [item.tool_call_id for item in decided])
+    return advance_turn(draft, turn)
+
+
+def waiting_approvals(turn: TurnState | None) -> list[str]:
+    calls = turn.calls if turn is not None else []
+    return [call.tool_call.id for call in calls if call.status is CallStatus.APPROVAL]
+
+
+def _were_decided(calls: list[CallState | None]) -> bool:
+    """A repetition: the first decision stands."""
+    return all(call is not None and (call.is_approved or call.status is CallStatus.DONE) for call in calls)
+
+
+def _decide(draft: Draft, turn: TurnState, decision: ApprovalDecision) -> bool:
+    call = _call_by_id(turn, decision.tool_call_id)
+    if call is None or call.status is not CallStatus.APPROVAL:
+        return False
+    conclude_approval(draft, turn, call, approved=decision.approved, reason=decision.reason)
+    return True
+
+
+def conclude_approval(
+    draft: Draft, turn: TurnState, call: CallState, *, approved: bool, reason: str | None, expired: bool = False
+) -> None:
+    """Let a call run, or give it the result that tells why it did not."""
+    draft.publish(
+        ApprovalDecided(
+            step_number=turn.step,
+            index=call.index,
+            tool_call_id=call.tool_call.id,
+            approved=approved,
+            reason=reason,
+        )
+    )
+    call.due_ms = 0
+    if approved:
+        call.is_approved, call.status = True, CallStatus.QUEUED
+        return
+    word = "the approval expired" if expired else "a person denied the call"
+    text = word if not reason or expired else f"{word}: {reason}"
+    pairing.settle(call, pairing.not_executed(call.tool_call, text))
+    turn.last_tool_error = text
+
+
+def wake_after_expiry(draft: Draft, turn: TurnState, call_ids: list[str]) -> None:
+    if turn.phase is TurnPhase.SUSPENDED:
+        _wake(draft, turn, call_ids)
+    else:
+        advance_turn(draft, turn)

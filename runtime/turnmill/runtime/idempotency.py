@@ -1,0 +1,61 @@
+"""One turn for one key, however often and through whatever process it is asked for.
+
+The key's record holds the turn's id and a fingerprint of the body, and is written before the command. Whoever comes
+again takes the id from there, and may send the command once more: the coordinator knows the turn by its id. So a caller
+that died between the two leaves nothing that its next try could not finish.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from turnmill.protocol.connection import Engine
+from turnmill.protocol.errors import DefinitionError, ErrorKind, IdempotencyConflictError
+from turnmill.protocol.keys import PartitionKeys
+from turnmill.protocol.messages import StartTurn
+
+KEY_CHARACTERS_MAX = 512
+
+
+async def claim_turn(
+    engine: Engine, keys: PartitionKeys, command: StartTurn, idempotency_key: str, lifetime_seconds: int
+) -> str:
+    """The id of the turn that the key stands for: the command's, if nobody used the key on this session before. Raises
+    `IdempotencyConflictError` where it was used with another body."""
+    if not isinstance(idempotency_key, str) or not 0 < len(idempotency_key) <= KEY_CHARACTERS_MAX:
+        raise DefinitionError(f"an idempotency key has 1 to {KEY_CHARACTERS_MAX} characters")
+    fingerprint = _fingerprint(command)
+    name = keys.idempotency(command.session_id, idempotency_key)
+    record = f"{command.turn_id} {fingerprint}"
+    before: bytes | None = await engine.call("SET", name, record, "NX", "GET", "PX", lifetime_seconds * 1000)
+    if before is None:
+        return command.turn_id
+    turn_id, _, known = before.decode().partition(" ")
+    if known != fingerprint:
+        raise IdempotencyConflictError(
+            f"the idempotency key {idempotency_key!r} stands for turn {turn_id}, which was started with another body",
+            kind=ErrorKind.IDEMPOTENCY_CONFLICT,
+            turn_id=turn_id,
+        )
+    return turn_id
+
+
+def _fingerprint(command: StartTurn) -> str:
+    """Of what the caller said. The agent counts by name: a deployment between two tries does not make another body.
+    Large parts count by their size, because each try stores them under another name."""
+    said = msgspec.to_builtins(
+        [command.agent.partition("@")[0], command.messages, command.overrides, command.metadata, command.on_busy]
+    )
+    return hashlib.blake2b(msgspec.json.encode(_without_names(said), order="sorted"), digest_size=16).hexdigest()
+
+
+def _without_names(value: object) -> object:
+    if isinstance(value, dict):
+        if value.keys() >= {"key", "bytes"} and str(value["key"]).startswith("blob:"):
+            return {name: item for name, item in value.items() if name != "key"}
+        return {name: _without_names(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_names(item) for item in value]
+    return value
