@@ -27,6 +27,7 @@ from turnmill.protocol.messages import ToolReply, ToolTask
 from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec
 from turnmill.protocol.streams import TAKE_LOST_DELIVERY, Delivery
 from turnmill.runtime import Agent, door
+from turnmill.runtime import state as states
 from turnmill.runtime.coordinator import Coordinator
 from turnmill.runtime.machine import advance
 from turnmill.runtime.roles import build_llm_worker
@@ -183,7 +184,9 @@ def test_a_result_of_an_earlier_attempt(attempt: int, accepted: bool) -> None:
     plan = Plan(agent=AgentSpec(name="a", model="scripted:plan"), tools={"lever": ToolSpec(name="lever")})
     running = CallState(0, ToolCall(id="c", name="lever"), status=CallStatus.RUNNING, attempt=attempt, due_ms=10**9)
     other = CallState(1, ToolCall(id="d", name="lever"), status=CallStatus.RUNNING, due_ms=10**9)
-    turn = TurnState("t0-x", "a", "plan", TurnPhase.TOOLS, 0, 0, step=1, calls=[running, other])
+    turn = TurnState(
+        "t0-x", "a", "plan", TurnPhase.TOOLS, 0, 0, step=1, calls=[running, other], stage=states.Stage.TOOLS
+    )
     late = ToolReply(
         session_id=SESSION,
         turn_id="t0-x",

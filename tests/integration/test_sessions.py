@@ -95,10 +95,17 @@ async def asked(redis_client: redis.asyncio.Redis, fleet: Fleet, session: Sessio
 
 
 async def keys_of(redis_client: redis.asyncio.Redis, session: Session, client: Client) -> list[bytes]:
-    """All keys that belong to a session by name, and the blobs of its partition."""
-    base = client.keys.of_session(session.id).base
-    names = [name async for name in redis_client.scan_iter(match=f"{base}*", count=1000)]
-    return sorted(name for name in names if session.id.encode() in name or b"}:blob:" in name)
+    """All keys that belong to a session: those with its name, and the blobs that it keeps."""
+    keys = client.keys.of_session(session.id)
+    suffix = f":{session.id}".encode()
+    names = [name async for name in redis_client.scan_iter(match=f"{keys.base}*", count=1000)]
+    kept: Any = redis_client.smembers(keys.blobs(session.id))
+    blobs = [keys.base.encode() + name for name in await kept]
+    return sorted([name for name in names if name.endswith(suffix)] + blobs)
+
+
+async def existing(redis_client: redis.asyncio.Redis, names: list[bytes]) -> list[bytes]:
+    return [name for name in names if await redis_client.exists(name)]
 
 
 # --- reading
@@ -248,13 +255,16 @@ async def test_a_fork_and_its_source_have_blobs_of_their_own(
     image = ImagePart(data=bytes(100_000), media_type="image/png")
     await run(client, session, Message(role="user", content=[TextPart("look"), image]))
     fork = await session.fork()
-    blobs = [key for key in await keys_of(redis_client, session, client) if b"}:blob:" in key]
-    assert len(blobs) == 2
-    assert [await redis_client.pttl(key) for key in blobs] == [-1, -1]
+    here, there = [await keys_of(redis_client, which, client) for which in (session, fork)]
+    assert [await existing(redis_client, names) for names in (here, there)] == [here, there]
+    blobs = [name for name in here + there if b"}:blob:" in name]
+    assert len(set(blobs)) == 2
+    assert [await redis_client.pttl(name) for name in blobs] == [-1, -1]
     await session.delete()
+    assert await existing(redis_client, here) == []
     assert (await fork.messages())[0].content == [TextPart("look"), image]
     await fork.delete()
-    assert await keys_of(redis_client, session, client) == []
+    assert await existing(redis_client, there) == []
 
 
 # --- retry
@@ -358,16 +368,19 @@ async def test_a_deleted_session_leaves_nothing(
 ) -> None:
     await run(client, session, Message(role="user", content=[ImagePart(data=bytes(100_000)), TextPart("hi")]))
     await session.values.set("mood", "fine")
-    assert await keys_of(redis_client, session, client) != []
+    names = await keys_of(redis_client, session, client)
+    assert len(await existing(redis_client, names)) == 5  # record, transcript, values, a blob and their list
     await session.delete()
-    assert await keys_of(redis_client, session, client) == []
+    assert await existing(redis_client, names) == []
     assert (await session.messages(), await session.values.all()) == ([], {})
     await session.delete()  # nothing is left to delete
     await run(client, session, "hi again")
     assert [message.text for message in await session.messages()] == ["hi again", "You said: hi again"]
 
 
-async def test_a_live_turn_ends_with_its_session(client: Client, session: Session, fleet: Fleet) -> None:
+async def test_a_live_turn_ends_with_its_session(
+    client: Client, session: Session, fleet: Fleet, redis_client: redis.asyncio.Redis
+) -> None:
     gate = uuid.uuid4().hex[:8]
     turn = await client.turn(
         app.worker, told(Reply(tool_calls=[Call("gated", {"gate": gate})]), Reply(text="done")), session=session.id
@@ -376,3 +389,20 @@ async def test_a_live_turn_ends_with_its_session(client: Client, session: Sessio
     await asyncio.wait_for(session.delete(), PATIENCE_SECONDS)
     assert await turn.status() == "aborted"
     assert await session.messages() == []
+    assert await existing(redis_client, await keys_of(redis_client, session, client)) == []
+
+
+async def test_a_session_can_begin_anew_behind_its_deletion(client: Client, session: Session) -> None:
+    """The new turn may be decided in one batch with the deletion, and with what came before that."""
+    for _ in range(20):
+        first = await client.turn(app.worker, "before", session=session.id)
+        ended = asyncio.create_task(session.delete())
+        await asyncio.sleep(0)
+        second = await client.turn(app.worker, "behind", session=session.id)
+        await ended
+        assert await done(second) == "You said: behind"
+        assert await first.status() in ("finished", "aborted")
+        assert [message.text for message in await session.messages()] == ["behind", "You said: behind"]
+        assert await done(await client.turn(app.worker, "more", session=session.id)) == "You said: more"
+        assert len(await session.messages()) == 4
+        await session.delete()

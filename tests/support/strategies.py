@@ -41,6 +41,7 @@ _TYPES: dict[type, st.SearchStrategy[Any]] = {
     shapes.FloatType: FLOATS,
     shapes.BoolType: st.booleans(),
     shapes.NoneType: st.none(),
+    shapes.DecimalType: st.decimals(-(10**9), 10**9, places=8),
     shapes.BytesType: st.binary(max_size=40),
 }
 
@@ -62,6 +63,8 @@ def _values(shape: Any, free: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             return free
         case shapes.LiteralType():
             return st.sampled_from(shape.values)
+        case shapes.TupleType():
+            return st.tuples(*[_values(item, free) for item in shape.item_types])
         case shapes.ListType():
             return st.lists(_values(shape.item_type, free), max_size=2)
         case shapes.DictType():

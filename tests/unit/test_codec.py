@@ -227,7 +227,7 @@ def test_white_space_before_a_json_body_is_read() -> None:
         ({b"t": b"", b"d": b"{}"}, "lacks the field t"),
         ({b"t": b"timer_fired"}, "lacks the field d"),
         ({b"t": b"timer_fired", b"d": b""}, "lacks the field d"),
-        ({b"t": b"abort_turn", b"d": b"{}"}, "unknown type 'abort_turn'"),
+        ({b"t": b"pause_turn", b"d": b"{}"}, "unknown type 'pause_turn'"),
         ({b"t": b"model_task", b"d": b"{}"}, "unknown type 'model_task'"),  # a task is no message to the coordinator
         ({b"t": b"\xff\xfe", b"d": b"{}"}, r"unknown type '\\xff\\xfe'"),
         ({b"t": b"timer_fired", b"d": b"{}", b"v": b"2"}, "protocol version 2, this process speaks 1"),

@@ -27,7 +27,11 @@ def named_keys(keys: PartitionKeys) -> list[str]:
     """Every key of a partition: its fixed ones, and each of the others for a few names."""
     fixed = [getattr(keys, name) for name in PartitionKeys.__slots__ if name not in ("base", "partition")]
     makers = [name for name, _ in inspect.getmembers(PartitionKeys, inspect.isfunction) if not name.startswith("_")]
-    return fixed + [getattr(keys, maker)(name) for maker in makers for name in ("a", "b.c", "x-1")]
+    made = []
+    for maker in makers:
+        parameters = len(inspect.signature(getattr(keys, maker)).parameters)
+        made += [getattr(keys, maker)(*[name] * parameters) for name in ("a", "b.c", "x-1")]
+    return [*fixed, keys.cancellations, *made]
 
 
 def test_all_keys_of_a_partition_share_its_hash_tag() -> None:
@@ -52,6 +56,7 @@ def test_names_that_other_languages_rely_on() -> None:
     assert keys.tool("slow") == "tm:{2}:tool:slow"
     assert keys.alive("w-1") == "tm:{2}:alive:w-1"
     assert keys.cancel("t2-x") == "tm:{2}:cancel:t2-x"
+    assert keys.cancellations == "tm:{2}:cancel"
     assert keys.events("t2-x") == "tm:{2}:turn:t2-x:events"
     assert keys.dead == "tm:{2}:dead"
     assert keys.feed == "tm:{2}:feed"

@@ -162,17 +162,22 @@ def _decide(draft: Draft, message: Input, limits: Limits) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Behind the end of a turn: the next one of the queue, or the end of the session."""
-    state = draft.state
-    while state.turn is None and state.queue:
-        queued = state.queue.pop(0)
+    """Behind the end of a turn: the end of the session if that was asked for, and then the next turn of the queue."""
+    if draft.state.turn is None and draft.state.deletions:
+        _delete(draft)
+    while draft.state.turn is None and draft.state.queue:
+        queued = draft.state.queue.pop(0)
         _begin(draft, queued, was_queued=True)
-    if state.turn is None and state.deletions:
-        draft.effects.append(DeleteSession())
-        for request_id in state.deletions:
-            draft.reply(request_id, Answer(done=True))
-        # What is left is a record without a content: the script removes it with everything else.
-        draft.state = SessionState(timer_ms=state.timer_ms)
+
+
+def _delete(draft: Draft) -> None:
+    """Turns that wait came behind the deletion: they begin a new session of the same name."""
+    state = draft.state
+    draft.effects.append(DeleteSession())
+    for request_id in state.deletions:
+        draft.reply(request_id, Answer(done=True))
+    # What is left is a record without a content: the script removes it with everything else.
+    draft.state = SessionState(timer_ms=state.timer_ms, queue=state.queue)
 
 
 def _begin(draft: Draft, queued: QueuedTurn, *, was_queued: bool = False) -> None:

@@ -232,4 +232,13 @@ def copy_state(state: SessionState) -> SessionState:
 
 
 encode_state = msgspec.msgpack.Encoder().encode
-decode_state = msgspec.msgpack.Decoder(SessionState).decode
+_decode = msgspec.msgpack.Decoder(SessionState).decode
+
+
+def decode_state(data: bytes) -> SessionState:
+    """A record as it was written, by this version or the one before, which knew no stages."""
+    state = _decode(data)
+    turn = state.turn
+    if turn is not None and turn.stage is Stage.STEP:  # a turn never waits there
+        turn.stage = Stage.TOOLS if turn.phase is TurnPhase.TOOLS else Stage.MODEL
+    return state

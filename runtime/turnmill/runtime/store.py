@@ -52,7 +52,6 @@ _Single: TypeAlias = (
     | Cancel
     | Reply
     | Keep
-    | DeleteSession
     | Record
     | Index
     | Feed
@@ -221,6 +220,10 @@ class _Writer:
                     appended.append(effect)
                 case Replace():
                     replaced.append(effect)
+                case DeleteSession():
+                    appended, replaced = [], []
+                    self._delete(commit)
+                    count += 1
                 case _:
                     self._effect(commit.session_id, effect)
                     count += 1
@@ -253,12 +256,12 @@ class _Writer:
                 arguments += (*timer, session_id)
             case Count(name):
                 arguments += ("N", self._key(names.stats), name)
-            case Record() | Index() | Feed() | Keep() | DeleteSession():
+            case Record() | Index() | Feed() | Keep():
                 self._keep_record(session_id, effect)
             case _:
                 assert_never(effect)
 
-    def _keep_record(self, session_id: str, effect: Record | Index | Feed | Keep | DeleteSession) -> None:
+    def _keep_record(self, session_id: str, effect: Record | Index | Feed | Keep) -> None:
         arguments, names = self.arguments, self._names
         match effect:
             case Record(turn_id, fields, ends):
@@ -280,12 +283,17 @@ class _Writer:
             case Keep(keys):
                 kept = [self._key(names.base + key) for key in keys]
                 arguments += ("K", self._key(names.blobs(session_id)), len(keys), *kept, *keys)
-            case DeleteSession():
-                makers = (names.transcript, names.replacements, names.values, names.session)
-                gone = [self._key(key(session_id)) for key in makers]
-                arguments += ("D", self._key(names.blobs(session_id)), names.base, len(gone), *gone)
             case _:
                 assert_never(effect)
+
+    def _delete(self, commit: SessionCommit) -> None:
+        """The record stays where a new turn came in the same batch, behind the deletion."""
+        names, session_id, state = self._names, commit.session_id, commit.state
+        gone = [names.transcript(session_id), names.replacements(session_id), names.values(session_id)]
+        if state is None or (state.turn is None and not state.length):
+            gone.append(names.session(session_id))
+        numbers = [self._key(name) for name in gone]
+        self.arguments += ("D", self._key(names.blobs(session_id)), names.base, len(numbers), *numbers)
 
     def _dispatch_model(self, effect: DispatchModel) -> None:
         names, body = self._names, self._task(effect.task)

@@ -15,6 +15,11 @@ _COMMANDS = {
     "run": ("run", "run", "Start a turn and watch it."),
     "tail": ("tail", "tail", "Watch a turn, a session, or all turns of the namespace."),
     "show": ("show", "show", "Show one turn: summary, events, messages or timeline."),
+    "steer": ("steering", "steer", "Give a live turn another message."),
+    "abort": ("steering", "abort", "Stop a turn, wherever it stands."),
+    "resume": ("resuming", "resume", "Give a suspended turn the results it waits for, and watch it."),
+    "approve": ("approving", "approve", "Let calls run that wait for a person."),
+    "deny": ("approving", "deny", "Do not let calls run that wait for a person."),
     "ls": ("listing", "list_command", "List turns, newest first."),
     "dev": ("dev", "dev", "Run everything for an application, and start it again when its code changes."),
     "coordinator": ("roles", "coordinator", "Run a coordinator."),
@@ -29,6 +34,15 @@ _GROUPS = {
             "tools": ("roles", "tools", "Run a worker for the tools of APP, and publish its agents."),
         },
     ),
+    "session": (
+        "Look at sessions, fork and delete them.",
+        {
+            "show": ("session", "show", "Show a session's turns, or its messages."),
+            "fork": ("session", "fork", "Make a new session of a conversation, or of its beginning."),
+            "delete": ("session", "delete", "Remove a session with everything that belongs to it."),
+        },
+    ),
+    "tool": ("Look at tools.", {"ls": ("tool_listing", "list_tools", "List registered tools with their policies.")}),
     "schema": (
         "The wire's JSON Schemas.",
         {"export": ("schema", "export", "Write the JSON Schemas of messages, events and specs into DIR.")},

@@ -56,28 +56,23 @@ async def _list(
 
     async with attached_client(settings) as client:
         records = await list_turns(client.engine, client.keys, wanted, limit)
-    if as_json:
-        _write_json(records)
-    else:
-        _write_table(records)
+    write_turns(records, as_json)
     return Exit.OK
 
 
-def _write_json(records: list[TurnRecord]) -> None:
+def write_turns(records: list[TurnRecord], as_json: bool) -> None:
+    """One line for each: JSON, or a table's row."""
     import msgspec
 
-    for record in records:
-        sys.stdout.write(msgspec.json.encode(record.to_dict()).decode() + "\n")
+    from .wording import table_lines
 
-
-def _write_table(records: list[TurnRecord]) -> None:
-    """Plain columns: wide enough for what is in them, and fit for `grep` and `cut`."""
-    rows = [["TURN", "STATE", "AGENT", "SESSION", "AGE", "STEPS", "TOKENS", "TIME", "ERROR"]]
-    rows += [_row(record) for record in records]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        line = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        sys.stdout.write(line.rstrip() + "\n")
+    if as_json:
+        lines = [msgspec.json.encode(record.to_dict()).decode() for record in records]
+    else:
+        head = ["TURN", "STATE", "AGENT", "SESSION", "AGE", "STEPS", "TOKENS", "TIME", "ERROR"]
+        lines = list(table_lines([head, *map(_row, records)]))
+    for line in lines:
+        sys.stdout.write(line + "\n")
 
 
 def _row(record: TurnRecord) -> list[str]:

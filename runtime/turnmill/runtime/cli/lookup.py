@@ -7,7 +7,9 @@ import time
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.keys import Keys, PartitionKeys, valid_session_id
 
+from ..client import Client
 from ..inspection import TurnRecord, read_record
+from ..turn import Turn
 from .exits import CommandError
 
 
@@ -17,6 +19,12 @@ def checked_keys(keys: Keys, turn_id: str) -> PartitionKeys:
         return keys.of_turn(turn_id)
     except ValueError as error:
         raise CommandError(f"{error}; `turnmill ls` lists them") from error
+
+
+def attached_turn(client: Client, turn_id: str) -> Turn:
+    """The handle of a turn, or a clear error for what is no turn id."""
+    checked_keys(client.keys, turn_id)
+    return client.attach(turn_id)
 
 
 def checked_session(session_id: str) -> None:

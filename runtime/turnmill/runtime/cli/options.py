@@ -29,6 +29,13 @@ Concurrency = Annotated[
     int | None,
     typer.Option("--concurrency", envvar="TURNMILL_CONCURRENCY", min=1, metavar="N", help="Calls at a time."),
 ]
+TurnArgument = Annotated[str, typer.Argument(metavar="TURN", help="A turn's id.", show_default=False)]
+Reason = Annotated[
+    str | None, typer.Option("--reason", envvar="TURNMILL_REASON", metavar="R", help="What is told as the reason.")
+]
+SubTurns = Annotated[
+    bool, typer.Option("--sub-turns", envvar="TURNMILL_SUB_TURNS", help="Also the events of turns that it starts.")
+]
 Timeout = Annotated[
     float | None,
     typer.Option(

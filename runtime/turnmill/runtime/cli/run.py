@@ -7,7 +7,7 @@ import difflib
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -15,6 +15,7 @@ from . import options
 from .exits import CommandError, Exit, say
 
 if TYPE_CHECKING:
+    from turnmill.protocol.messages import OnBusy
     from turnmill.protocol.settings import Settings
     from turnmill.protocol.specs import AgentSpec
     from turnmill.workers.app import App
@@ -44,6 +45,19 @@ ProviderOptions = Annotated[
         help="An option of the model's provider, such as temperature=0; may be repeated.",
     ),
 ]
+IdempotencyKey = Annotated[
+    str | None,
+    typer.Option(
+        "--idempotency-key",
+        envvar="TURNMILL_IDEMPOTENCY_KEY",
+        metavar="K",
+        help="The same key gives the same turn, however often it is asked for.",
+    ),
+]
+Busy = Annotated[
+    Literal["queue", "reject", "steer", "interrupt"],
+    typer.Option("--on-busy", envvar="TURNMILL_ON_BUSY", help="What to do where a turn is live on the session."),
+]
 Detach = Annotated[
     bool, typer.Option("--detach", envvar="TURNMILL_DETACH", help="Print the turn's id and do not wait.")
 ]
@@ -62,6 +76,8 @@ class Request(NamedTuple):
     provider_options: dict[str, Any]
     detach: bool
     timeout: float | None
+    idempotency_key: str | None
+    on_busy: OnBusy
 
 
 def run(
@@ -75,6 +91,8 @@ def run(
     option: ProviderOptions = None,
     detach: Detach = False,
     timeout: options.Timeout = None,
+    idempotency_key: IdempotencyKey = None,
+    on_busy: Busy = "queue",
     redis_url: options.RedisUrl = None,
     namespace: options.Namespace = None,
 ) -> int:
@@ -82,7 +100,9 @@ def run(
 
     text = sys.stdin.read() if text == "-" else text
     given = _parse_options(option or [])
-    request = Request(agent, text, app, session, as_json, max_steps, model, given, detach, timeout)
+    request = Request(
+        agent, text, app, session, as_json, max_steps, model, given, detach, timeout, idempotency_key, on_busy
+    )
     return run_command(_run(request, command_settings(redis_url, namespace)))
 
 
@@ -94,10 +114,16 @@ async def _run(request: Request, settings: Settings) -> int:
     async with _client(request, settings) as (client, app):
         spec = await _find_agent(client, request.agent, app)
         options_of_turn = _turn_options(request, spec)
-        prompt = spec.user_prompt_prefix + request.text
         # By its version: a coordinator may remember for a moment what the bare name meant before.
         reference = f"{spec.name}@{content_hash(spec)}"
-        turn = await client.turn(reference, prompt, session=request.session, options=options_of_turn)
+        turn = await client.turn(
+            reference,
+            request.text,
+            session=request.session,
+            options=options_of_turn,
+            on_busy=request.on_busy,
+            idempotency_key=request.idempotency_key,
+        )
         if request.detach:
             sys.stdout.write(f"{turn.id}\n")
             await _say_if_nobody_is_there(client)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,8 +12,8 @@ from . import options
 from .exits import CommandError, Exit
 
 if TYPE_CHECKING:
-    from turnmill.protocol.content import Message
-    from turnmill.protocol.events import Event
+    from turnmill.protocol.content import Message, Termination, ToolCall
+    from turnmill.protocol.events import Event, TurnSummary
     from turnmill.protocol.settings import Settings
     from turnmill.protocol.streams import ChannelEvent
 
@@ -49,15 +49,17 @@ async def _show(settings: Settings, turn_id: str, part: str, as_json: bool) -> i
 
     async with attached_client(settings) as client:
         record = await known_record(client.engine, client.keys, turn_id)
+        lines: Iterable[str]
         match part:
             case "events":
                 lines = _event_lines(await _kept_events(client, record), as_json)
             case "messages":
-                lines = _message_lines(await _messages_of(client, record), as_json)
+                lines = message_lines(await _messages_of(client, record), as_json)
             case "timeline":
-                lines = _timeline(record, await _kept_events(client, record), as_json)
+                lines = await _timeline(client, record, as_json)
             case _:
-                lines = _json_summary(record) if as_json else _summary(record, await _messages_of(client, record))
+                messages = await _messages_of(client, record)
+                lines = _json_summary(record, messages) if as_json else _summary(record, messages)
         for line in lines:
             sys.stdout.write(line + "\n")
     return Exit.OK
@@ -82,15 +84,53 @@ async def _messages_of(client: Client, record: TurnRecord) -> list[Message]:
 # ---- lines
 
 
-def _json_summary(record: TurnRecord) -> Iterator[str]:
+def _json_summary(record: TurnRecord, messages: list[Message]) -> Iterator[str]:
     import msgspec
 
-    yield msgspec.json.encode(record.to_dict()).decode()
+    summary, calls = record.summary, _calls_by_id(messages)
+    more: dict[str, Any] = {}
+    if summary is not None:
+        more = {
+            "cost": msgspec.to_builtins(summary.cost) if summary.cost else None,
+            "attempts": msgspec.to_builtins(summary.attempts),
+            "pending": [_call_fields(calls, call_id) for call_id in summary.pending],
+            "approvals": [_call_fields(calls, call_id) for call_id in summary.approvals],
+            "parent_turn_id": summary.parent_turn_id,
+        }
+    yield msgspec.json.encode({**record.to_dict(), **more}).decode()
+
+
+def _call_fields(calls: dict[str, ToolCall], call_id: str) -> dict[str, Any]:
+    import msgspec
+
+    known = calls.get(call_id)
+    return msgspec.to_builtins(known) if known is not None else {"id": call_id}
+
+
+def _calls_by_id(messages: list[Message]) -> dict[str, ToolCall]:
+    """A provider may give the same id again in a later step: the newest call counts."""
+    return {call.id: call for message in messages for call in message.tool_calls}
 
 
 def _summary(record: TurnRecord, messages: list[Message]) -> Iterator[str]:
+    from .wording import clean
+
+    for name, value in _facts(record, messages).items():
+        yield clean(f"{name:9} {value}")
+    if record.summary is not None:
+        yield from _attempt_lines(record.summary)
+    answers = [message.text for message in messages if message.role == "assistant" and message.text]
+    if answers:
+        yield ""
+        yield clean(answers[-1])
+    if record.state == "suspended" and record.summary is not None:
+        yield ""
+        yield from _waiting_lines(record.summary, _calls_by_id(messages))
+
+
+def _facts(record: TurnRecord, messages: list[Message]) -> dict[str, str]:
     from .lookup import date_text
-    from .rendering import clean, summary_facts
+    from .wording import cost_text, summary_facts
 
     facts = {
         "turn": record.turn_id,
@@ -102,17 +142,45 @@ def _summary(record: TurnRecord, messages: list[Message]) -> Iterator[str]:
     models = {message.model for message in messages if message.model}
     if models:
         facts["model"] = ", ".join(sorted(models))
-    if record.summary is not None:
-        facts["work"] = summary_facts(record.summary)
-        facts["ended by"] = record.summary.termination.kind
+    summary = record.summary
+    if summary is not None:
+        if summary.parent_turn_id is not None:
+            facts["parent"] = summary.parent_turn_id
+        facts["work"] = summary_facts(summary)
+        facts["cost"] = cost_text(summary.cost) if summary.cost is not None else "unknown"
+        if record.state != "suspended":
+            facts["ended by"] = _termination_text(summary.termination)
     if record.error is not None:
         facts["error"] = f"{record.error.message} ({record.error.kind})"
-    for name, value in facts.items():
-        yield f"{name:9} {value}"
-    answers = [message.text for message in messages if message.role == "assistant" and message.text]
-    if answers:
-        yield ""
-        yield clean(answers[-1])
+    return facts
+
+
+def _termination_text(termination: Termination) -> str:
+    why = [termination.stop_condition, termination.tool_name, termination.reason]
+    told = ", ".join(part for part in why if part)
+    return f"{termination.kind} ({told})" if told else termination.kind
+
+
+def _attempt_lines(summary: TurnSummary) -> Iterator[str]:
+    """Provider calls that were paid for and gave no answer."""
+    from .wording import attempt_text
+
+    for attempt in summary.attempts:
+        yield f"{'lost':9} {attempt_text(attempt)}"
+
+
+def _waiting_lines(summary: TurnSummary, calls: dict[str, ToolCall]) -> Iterator[str]:
+    """What a suspended turn waits for, and the commands that go on."""
+    from .next_commands import after_suspension
+    from .wording import call_text, clean
+
+    # With an error it waits for nothing: these are the results that the failed provider call was given.
+    pending = summary.pending if summary.error is None else []
+    for word, ids in (("result", pending), ("approval", summary.approvals)):
+        for call_id in ids:
+            text = f": {call_text(calls[call_id])}" if call_id in calls else ""
+            yield clean(f"waits for the {word} of {call_id}{text}")
+    yield from after_suspension(summary.turn_id, pending, summary.approvals, summary.error)
 
 
 def _event_lines(kept: list[ChannelEvent], as_json: bool) -> Iterator[str]:
@@ -140,15 +208,15 @@ def _decoded(kept: list[ChannelEvent]) -> Iterator[tuple[ChannelEvent, Event]]:
 
 
 def _brief(fields: dict[str, object]) -> str:
-    from .rendering import arguments_text, clean, shortened
+    from .wording import arguments_text, clean, shortened
 
     return shortened(clean(arguments_text(fields)), 160)
 
 
-def _message_lines(messages: list[Message], as_json: bool) -> Iterator[str]:
+def message_lines(messages: list[Message], as_json: bool) -> Iterator[str]:
     import msgspec
 
-    from .rendering import call_text, clean, result_text, shortened
+    from .wording import call_text, clean, result_text, shortened
 
     for message in messages:
         if as_json:
@@ -163,15 +231,33 @@ def _message_lines(messages: list[Message], as_json: bool) -> Iterator[str]:
             yield clean(f"{message.role}: {mark} {result.tool_name}: {shortened(result_text(result), 400)}")
 
 
-def _timeline(record: TurnRecord, kept: list[ChannelEvent], as_json: bool) -> Iterator[str]:
+async def _timeline(client: Client, record: TurnRecord, as_json: bool) -> list[str]:
     import msgspec
     from rich.console import Console
 
     from .timeline import draw, spans_of
 
-    spans = spans_of(list(_decoded(kept)))
+    events = list(_decoded(await _kept_events(client, record)))
+    spans = spans_of(events, await _events_of_sub_turns(client, events))
     if as_json:
-        yield from (msgspec.json.encode(span).decode() for span in spans)
-        return
-    yield f"turn {record.turn_id}  {record.agent_id}  {record.state}"
-    yield from draw(spans, Console().width)
+        return [msgspec.json.encode(span).decode() for span in spans]
+    head = f"turn {record.turn_id}  {record.agent_id}  {record.state}"
+    return [head, *draw(spans, Console().width)]
+
+
+async def _events_of_sub_turns(
+    client: Client, events: list[tuple[ChannelEvent, Event]]
+) -> dict[str, list[tuple[ChannelEvent, Event]]]:
+    """The events of all turns below, by turn id; nothing for those that have expired."""
+    from turnmill.protocol.events import SubTurnStarted
+
+    from ..inspection import read_events
+
+    found: dict[str, list[tuple[ChannelEvent, Event]]] = {}
+    open_ids = [event.turn_id for _, event in events if isinstance(event, SubTurnStarted)]
+    while open_ids:
+        turn_id = open_ids.pop()
+        below = list(_decoded(await read_events(client.engine, client.keys, turn_id)))
+        found[turn_id] = below
+        open_ids += [event.turn_id for _, event in below if isinstance(event, SubTurnStarted)]
+    return found

@@ -41,6 +41,7 @@ def tail(
     session: Session = None,
     everything: All = False,
     start: From = None,
+    sub_turns: options.SubTurns = False,
     as_json: options.Json = False,
     timeout: options.Timeout = None,
     redis_url: options.RedisUrl = None,
@@ -50,11 +51,13 @@ def tail(
 
     if [turn is not None, session is not None and turn is None, everything].count(True) != 1:
         raise CommandError("tail follows one of TURN, --session S and --all")
+    if everything and sub_turns:
+        raise CommandError("tail --all shows the starts and ends of sub-turns anyway: leave --sub-turns out")
     settings = command_settings(redis_url, namespace)
     if turn is not None:
-        return run_command(_limited(_tail_turn(settings, turn, start or 1, as_json), timeout))
+        return run_command(_limited(_tail_turn(settings, turn, start or 1, sub_turns, as_json), timeout))
     if session is not None:
-        return run_command(_limited(_tail_session(settings, session, as_json), timeout))
+        return run_command(_limited(_tail_session(settings, session, sub_turns, as_json), timeout))
     return run_command(_limited(_tail_all(settings, start, as_json), timeout))
 
 
@@ -67,13 +70,13 @@ async def _limited(work: object, timeout: float | None) -> int:
         return Exit.TIMEOUT
 
 
-async def _tail_turn(settings: Settings, turn_id: str, start: int, as_json: bool) -> int:
+async def _tail_turn(settings: Settings, turn_id: str, start: int, sub_turns: bool, as_json: bool) -> int:
     from .attachment import attached_client
     from .watching import Watch, view_for
 
     async with attached_client(settings) as client:
         turn = await _attach(client, turn_id)
-        watch = Watch(client, turn, view_for(as_json), after=max(0, start - 1))
+        watch = Watch(client, turn, view_for(as_json), after=max(0, start - 1), sub_turns=sub_turns)
         try:
             return await watch.follow()
         except asyncio.CancelledError:
@@ -92,7 +95,7 @@ async def _attach(client: Client, turn_id: str) -> Turn:
     return Turn(client, turn_id, is_new=not known and waiting > 0)
 
 
-async def _tail_session(settings: Settings, session_id: str, as_json: bool) -> int:
+async def _tail_session(settings: Settings, session_id: str, sub_turns: bool, as_json: bool) -> int:
     """The session's running turn, or its latest one; then every turn that it starts."""
     from turnmill.protocol.events import ENDED_STATUSES
 
@@ -109,22 +112,25 @@ async def _tail_session(settings: Settings, session_id: str, as_json: bool) -> i
         running = [record for record in records if record.state not in ENDED_STATUSES | {"queued"}]
         shown: set[str] = set()
         for record in (running or records)[:1]:
-            await _show_one(client, record.turn_id, shown, as_json)
+            await _show_one(client, record.turn_id, shown, sub_turns, as_json)
         if not records and not as_json:
             say(f"session {session_id!r} has no turn yet; waiting")
         own: Cursors = {keys.partition: cursors[keys.partition]}
         async for entry in follow_feed(client.engine, client.keys, own):
             if entry.session_id == session_id:
-                await _show_one(client, entry.turn_id, shown, as_json)
+                await _show_one(client, entry.turn_id, shown, sub_turns, as_json)
     return Exit.OK
 
 
-async def _show_one(client: Client, turn_id: str, shown: set[str], as_json: bool) -> None:
+async def _show_one(client: Client, turn_id: str, shown: set[str], sub_turns: bool, as_json: bool) -> None:
+    """The whole turn: a suspended one goes on when it is resumed."""
     from .watching import Watch, view_for
 
     if turn_id not in shown:
         shown.add(turn_id)
-        await Watch(client, client.attach(turn_id), view_for(as_json)).follow()
+        watch = Watch(client, client.attach(turn_id), view_for(as_json), sub_turns=sub_turns)
+        while await watch.follow() is Exit.SUSPENDED:
+            continue
 
 
 async def _tail_all(settings: Settings, start: int | None, as_json: bool) -> int:

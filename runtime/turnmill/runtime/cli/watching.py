@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from turnmill.protocol.errors import EngineError
 from turnmill.protocol.events import (
@@ -40,9 +41,7 @@ def view_for(as_json: bool) -> EventView:
 class Watch:
     """One turn as this command watches it. `cursor` is the last event shown: where to go on later."""
 
-    def __init__(
-        self, client: Client, turn: Turn, view: EventView, after: int = 0, *, sub_turns: bool = False
-    ) -> None:
+    def __init__(self, client: Client, turn: Turn, view: EventView, after: int = 0, *, sub_turns: bool = False) -> None:
         self._client = client
         self._turn = turn
         self._view = view
@@ -77,17 +76,18 @@ class Watch:
             self._view.close()
             hinting.cancel()
             await asyncio.gather(hinting, return_exceptions=True)
-            await events.aclose()  # type: ignore[attr-defined]  # an async generator, typed as an iterator
+            await events.aclose()
         return code
 
     def how_to_go_on(self) -> str:
         return f"`turnmill tail {self._turn.id} --from {self.cursor + 1}`"
 
-    async def _events(self) -> AsyncIterator[tuple[int, Event | SubTurnEvent]]:
+    async def _events(self) -> AsyncGenerator[tuple[int, Event | SubTurnEvent]]:
         """The turn's numbered events; with those of its sub-turns between them, which count as 0."""
         if not self._sub_turns:
-            async for numbered in self._turn.numbered_events(self.cursor):
-                yield numbered
+            async with aclosing(self._turn.numbered_events(self.cursor)) as numbered_events:  # type: ignore[type-var]
+                async for numbered in numbered_events:
+                    yield numbered
             return
         numbers: deque[int] = deque()
 
@@ -96,8 +96,9 @@ class Watch:
                 numbers.append(number)
                 yield event
 
-        async for event in with_sub_turns(self._client.attach, own()):
-            yield (0 if isinstance(event, SubTurnEvent) else numbers.popleft()), event
+        async with aclosing(with_sub_turns(self._client.attach, own())) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield (0 if isinstance(event, SubTurnEvent) else numbers.popleft()), event
 
     async def _rests(self) -> bool:
         """Whether the suspension that was just read is the present one, and not one of the past."""

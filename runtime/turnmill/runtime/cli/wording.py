@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -84,3 +84,10 @@ def seconds_text(seconds: float) -> str:
     if seconds < 0.0995:
         return f"{max(0.0, seconds) * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Plain columns: wide enough for what is in them, and fit for `grep` and `cut`."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
