@@ -58,12 +58,13 @@ class Link(asyncio.Protocol):
             future.set_exception(EngineUnavailable("the connection to the engine is closed"))
             future.exception()  # seen: not every caller awaits
             return future
+        packed = _pack(arguments)  # what cannot be packed must not wait for a reply
         if not self._waiting:
             self._progress_at = self._loop.time()
         self._waiting.append(future)
         if not self._buffer:
             self._loop.call_soon(self._flush)
-        self._buffer.append(_pack(arguments))
+        self._buffer.append(packed)
         return future
 
     def close(self) -> None:

@@ -85,6 +85,11 @@ def pool_of_queue(name: str) -> str | None:
     return name.removeprefix("model:") if name.startswith("model:") else None
 
 
+def is_blob_name(name: str) -> bool:
+    """Whether a key behind the partition is a blob's."""
+    return name.startswith("blob:")
+
+
 class PartitionKeys:
     """The keys of one partition; the frequent ones are made once."""
 

@@ -172,7 +172,7 @@ class Settings(BaseSettings):
     plan_ttl: WholeSeconds = Field(30 * DAY_SECONDS, description="seconds a plan is kept after its last use")
 
     blob_threshold: Bytes = Field(
-        64 * KIBIBYTE, description="reserved: bytes above which a payload travels by reference"
+        64 * KIBIBYTE, description="bytes above which a result, a text or a file travels by reference"
     )
     payload_bytes_max: Bytes = Field(8 * MEBIBYTE, description="bytes of the largest payload that is accepted")
     event_bytes_max: Bytes = Field(

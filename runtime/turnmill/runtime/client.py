@@ -220,6 +220,8 @@ class Client:
 
     async def transcript(self, session_id: str, first: int = 0, end: int | None = None) -> list[Message]:
         """The messages `[first, end)` of a session, all of them without `end`."""
+        if end is not None and end <= first:
+            return []
         key = self.keys.of_session(session_id).transcript(session_id)
         entries = await self.engine.call("LRANGE", key, first, -1 if end is None else end - 1)
         messages = [decode_message(entry) for entry in entries]

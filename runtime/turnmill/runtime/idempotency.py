@@ -13,7 +13,7 @@ import msgspec
 
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import DefinitionError, ErrorKind, IdempotencyConflictError
-from turnmill.protocol.keys import PartitionKeys
+from turnmill.protocol.keys import PartitionKeys, is_blob_name
 from turnmill.protocol.messages import StartTurn
 
 KEY_CHARACTERS_MAX = 512
@@ -53,7 +53,7 @@ def _fingerprint(command: StartTurn) -> str:
 
 def _without_names(value: object) -> object:
     if isinstance(value, dict):
-        if value.keys() >= {"key", "bytes"} and str(value["key"]).startswith("blob:"):
+        if value.keys() >= {"key", "bytes"} and is_blob_name(str(value["key"])):
             return {name: item for name, item in value.items() if name != "key"}
         return {name: _without_names(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -110,6 +110,8 @@ async def _walk(engine: Engine, keys: PartitionKeys) -> AsyncIterator[TurnRecord
 
 def _record(turn_id: str, fields: dict[bytes, bytes]) -> TurnRecord:
     summary = _decode_summary(fields[b"result"]) if b"result" in fields else None
+    if summary is not None and summary.status.encode() != fields.get(b"status"):
+        summary = None  # of a rest that is over: the turn goes on
     error = _decode_error(fields[b"error"]) if b"error" in fields else summary.error if summary else None
     return TurnRecord(
         turn_id=turn_id,

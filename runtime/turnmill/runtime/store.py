@@ -49,6 +49,7 @@ _Single: TypeAlias = (
     DispatchModel
     | DispatchTool
     | Send
+    | Replace
     | Cancel
     | Reply
     | Keep
@@ -207,10 +208,10 @@ class _Writer:
         return number
 
     def _effects(self, commit: SessionCommit) -> int:
-        """Write the effects; events of one turn become one append, and so do transcript entries."""
+        """Write the effects; events of one turn become one append, and so do transcript entries. What every turn has
+        comes first here and below: this is the hot path."""
         published: dict[str, list[Publish]] = {}
         appended: list[Append] = []
-        replaced: list[Replace] = []
         count = 0
         for effect in commit.effects:
             match effect:
@@ -218,10 +219,8 @@ class _Writer:
                     published.setdefault(effect.turn_id, []).append(effect)
                 case Append():
                     appended.append(effect)
-                case Replace():
-                    replaced.append(effect)
                 case DeleteSession():
-                    appended, replaced = [], []
+                    appended = []
                     self._delete(commit)
                     count += 1
                 case _:
@@ -229,18 +228,45 @@ class _Writer:
                     count += 1
         for turn_id, events in published.items():
             self._publish(turn_id, events)
-        count += self._append(self._names.transcript(commit.session_id), appended)
-        count += self._append(self._names.replacements(commit.session_id), replaced)
+        if appended:
+            count += self._append(self._names.transcript(commit.session_id), appended)
         return count + len(published)
 
     def _effect(self, session_id: str, effect: _Single) -> None:
-        """Write an effect that stands for itself: work and messages here, records and session keys below."""
+        """Write an effect that stands for itself: what plain turns have is here, the rest below."""
         arguments, names = self.arguments, self._names
         match effect:
+            case Record(turn_id, fields, ends):
+                lifetime_ms = self._retention.record_ms if ends else 0
+                arguments += ("H", self._key(names.turn(turn_id)), lifetime_ms, len(fields))
+                for item in fields.items():
+                    arguments += item
             case DispatchModel():
                 self._dispatch_model(effect)
+            case Feed():
+                entry = {
+                    "turn_id": effect.turn_id,
+                    "session_id": effect.session_id,
+                    "agent_id": effect.agent_id,
+                    "detail": effect.detail,
+                }
+                length = self._retention.feed_length
+                arguments += ("F", self._key(names.feed), length, effect.event, _encode_json(entry))
+            case SetTimer(at_ms):
+                timer = ("R", self._key(names.timers)) if at_ms is None else ("T", self._key(names.timers), at_ms)
+                arguments += (*timer, session_id)
             case DispatchTool(task, queue):
                 arguments += ("X", self._key(names.tool(queue)), task.type, self._task(task))
+            case Index(turn_id, created_ms):
+                arguments += ("T", self._key(names.turns), created_ms, turn_id)
+            case Send() | Cancel() | Reply() | Keep() | Replace() | Count():
+                self._seldom(session_id, effect)
+            case _:
+                assert_never(effect)
+
+    def _seldom(self, session_id: str, effect: Send | Cancel | Reply | Keep | Replace | Count) -> None:
+        arguments, names = self.arguments, self._names
+        match effect:
             case Send():
                 self._send(effect)
             case Cancel(turn_id, reason):
@@ -251,38 +277,13 @@ class _Writer:
                 header = publication_header([answer.type], [body])
                 key = self._key(names.answer(request_id))
                 arguments += ("E", key, 1, ANSWER_TTL_MS, 1, header, answer.type, body)
-            case SetTimer(at_ms):
-                timer = ("R", self._key(names.timers)) if at_ms is None else ("T", self._key(names.timers), at_ms)
-                arguments += (*timer, session_id)
-            case Count(name):
-                arguments += ("N", self._key(names.stats), name)
-            case Record() | Index() | Feed() | Keep():
-                self._keep_record(session_id, effect)
-            case _:
-                assert_never(effect)
-
-    def _keep_record(self, session_id: str, effect: Record | Index | Feed | Keep) -> None:
-        arguments, names = self.arguments, self._names
-        match effect:
-            case Record(turn_id, fields, ends):
-                lifetime_ms = self._retention.record_ms if ends else 0
-                arguments += ("H", self._key(names.turn(turn_id)), lifetime_ms, len(fields))
-                for item in fields.items():
-                    arguments += item
-            case Index(turn_id, created_ms):
-                arguments += ("T", self._key(names.turns), created_ms, turn_id)
-            case Feed():
-                entry = {
-                    "turn_id": effect.turn_id,
-                    "session_id": effect.session_id,
-                    "agent_id": effect.agent_id,
-                    "detail": effect.detail,
-                }
-                length = self._retention.feed_length
-                arguments += ("F", self._key(names.feed), length, effect.event, _encode_json(entry))
             case Keep(keys):
                 kept = [self._key(names.base + key) for key in keys]
                 arguments += ("K", self._key(names.blobs(session_id)), len(keys), *kept, *keys)
+            case Replace(message):
+                arguments += ("L", self._key(names.replacements(session_id)), 1, encode_body(message, self._wire))
+            case Count(name):
+                arguments += ("N", self._key(names.stats), name)
             case _:
                 assert_never(effect)
 
@@ -317,7 +318,7 @@ class _Writer:
         key, header = self._key(self._names.events(turn_id)), publication_header(types, bodies)
         self.arguments += ("E", key, int(opens), lifetime, len(events), header, *types, *bodies)
 
-    def _append(self, key: str, appended: Sequence[Append | Replace]) -> int:
+    def _append(self, key: str, appended: Sequence[Append]) -> int:
         """Write appends to one list; the number of effects."""
         chunks = [appended[first : first + _APPEND_CHUNK] for first in range(0, len(appended), _APPEND_CHUNK)]
         for chunk in chunks:
