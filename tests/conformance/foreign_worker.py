@@ -18,15 +18,17 @@ r = redis.Redis.from_url(os.environ["TURNMILL_REDIS_URL"], protocol=2, retry=Ret
 BASES = [f"{PREFIX}:{{{number}}}:" for number in range(int(r.hget(f"{PREFIX}:namespace", "partitions") or 4))]
 
 
-def count_letters(progress, text, gate=None, **_):
+def count_letters(progress, stopped, text, gate=None, **_):
     for word in text.split():
         progress(f"counted {word}")
     while gate and not r.exists(gate):  # where the tests hold a call open
+        if stopped():
+            raise InterruptedError("stopped")
         time.sleep(0.01)
     return len(text.replace(" ", ""))
 
 
-def refuse(progress, reason, **_):
+def refuse(progress, stopped, reason, **_):
     raise ValueError(reason)
 
 
@@ -75,10 +77,17 @@ def answer(results, task):
         body = echo | {"sequence": len(said), "message": message}
         r.xadd(results, {"t": "tool_progress", "d": json.dumps(body)})
 
+    def stopped():  # the turn's marker; a tool that takes long looks at it now and then
+        return r.exists(results.removesuffix("results") + f"cancel:{task['turn_id']}")
+
     try:
+        if stopped():
+            raise InterruptedError("stopped before it began")
         if r.time()[0] * 1000 > task["start_by_ms"]:
             raise TimeoutError("the call came too late to start")
-        result["result"] = TOOLS[task["tool"]][0](progress, **task["arguments"])
+        result["result"] = TOOLS[task["tool"]][0](progress, stopped, **task["arguments"])
+    except InterruptedError as error:
+        return echo | {"error": {"kind": "aborted", "message": str(error)}}
     except Exception as error:  # a tool's failure is an answer to the model
         result |= {"result": f"Error: execution failed ({error})", "is_error": True}
     return echo | {"result": result}

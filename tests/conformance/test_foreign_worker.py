@@ -16,6 +16,7 @@ from support import crash_app
 from support.processes import REPOSITORY, Process
 from support.stage import APP, PATIENCE_SECONDS, Stage, call, open_stage, told
 from support.waiting import wait_until_async
+from turnmill.protocol.errors import TurnAbortedError
 from turnmill.protocol.keys import PartitionKeys
 from turnmill.protocol.specs import ToolSpec
 from turnmill.runtime import Agent
@@ -187,3 +188,18 @@ async def test_it_serves_next_to_others(stage: Stage) -> None:
     events = await finish(stage, turn)
     results = [event.tool_result for event in events if event.type == "tool_result"]
     assert [result.result for result in results] == [2, "once done"]
+
+
+async def test_it_stops_when_its_turn_is_stopped(stage: Stage) -> None:
+    """AC-45, TH-09: the marker reaches a worker of any language; one task was never read, the other runs."""
+    await start_worker(stage)
+    turn = await count(stage, "one two", gate="never-opened")
+    await stage.event(turn, "tool_execution.progress", message="counted two")
+    assert await turn.abort("enough")
+    with pytest.raises(TurnAbortedError, match="enough") as stopped:
+        await turn.result()
+    [counted] = stopped.value.result.function_calls
+    assert counted.is_error and "stopped (enough)" in counted.result
+    await stage.assert_sound(turn.id)
+    await stage.assert_history("session")
+    await finish(stage, await count(stage, "three"))

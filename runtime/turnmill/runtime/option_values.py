@@ -49,10 +49,20 @@ def struct_of(kind: type[S], value: Any) -> S:
 
 
 def compaction_of(value: Any) -> Compaction:
-    made = struct_of(Compaction, value)
+    """From a dict of fields or a `Compaction`. An agent as the summarizer lends its model and its instructions."""
+    made = struct_of(Compaction, _with_summarizing_model(value))
     if made.summarizer is not None:
         check_model(made.summarizer)
     return made
+
+
+def _with_summarizing_model(value: Any) -> Any:
+    fields = dict(value) if isinstance(value, dict) else msgspec.structs.asdict(value) if isinstance(value, Compaction) else {}
+    describe = getattr(fields.get("summarizer"), "agent_spec", None)
+    if describe is None:
+        return value
+    spec = describe()
+    return {**fields, "summarizer": spec.model, "instructions": fields.get("instructions") or spec.system}
 
 
 def reasoning_of(value: Any) -> Reasoning:

@@ -69,13 +69,15 @@ async def _send(
     import msgspec
 
     from .attachment import attached_client
+    from .hints import Hints
     from .lookup import attached_turn
     from .next_commands import decide_command
 
     async with attached_client(settings) as client:
         turn = attached_turn(client, turn_id)
         ids = ids or await _waiting(client, turn_id)
-        left = await (turn.approve if approved else turn.deny)(*ids, reason=reason)
+        async with Hints(client):
+            left = await (turn.approve if approved else turn.deny)(*ids, reason=reason)
     word = "approved" if approved else "denied"
     if as_json:
         sys.stdout.write(msgspec.json.encode({"turn_id": turn_id, word: ids, "pending": list(left)}).decode() + "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnmill.protocol.errors import EngineUnavailable
 from turnmill.protocol.settings import Settings, load_settings
@@ -19,6 +19,9 @@ from ..embedded import ensure_server
 from ..roles import keep_server, run_async
 from .exits import Exit
 from .logs import configure_logging
+
+if TYPE_CHECKING:
+    from turnmill.workers.app import App
 
 
 def command_settings(redis_url: str | None, namespace: str | None, *, quiet: bool = True) -> Settings:
@@ -50,6 +53,32 @@ async def attached_client(settings: Settings, *, create: bool = False) -> AsyncI
         )
     async with kept_server(settings) as url, open_client(url, settings) as client:
         yield client
+
+
+@asynccontextmanager
+async def serving_client(
+    settings: Settings, app_target: str | None, *, serve: bool = True
+) -> AsyncIterator[tuple[Client, App | None]]:
+    """A client, with the application's agents published, and a runtime in this process where nothing else would run the
+    turn. That is without a Redis URL, when the embedded server of the directory has no coordinator, or an app was given.
+    """
+    from turnmill.workers.app import load_app
+
+    from ..fleet import read_fleet
+    from ..local import local_runtime
+    from ..roles import publish_app
+
+    app = load_app(app_target) if app_target else None
+    async with attached_client(settings, create=True) as client:
+        if app is not None:
+            await publish_app(client.engine, client.keys, app)
+        fleet = await read_fleet(client.engine, client.keys, settings)
+        served = bool(fleet.coordinators) and app is None
+        if settings.redis_url is not None or served or not serve:
+            yield client, app
+            return
+        async with local_runtime(settings, app_target) as local:
+            yield local, app
 
 
 @asynccontextmanager

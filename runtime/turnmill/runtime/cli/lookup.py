@@ -8,7 +8,7 @@ from turnmill.protocol.connection import Engine
 from turnmill.protocol.keys import Keys, PartitionKeys, valid_session_id
 
 from ..client import Client
-from ..inspection import TurnRecord, read_record
+from ..inspection import TurnRecord, read_record, turns_of_session
 from ..turn import Turn
 from .exits import CommandError
 
@@ -25,6 +25,12 @@ def attached_turn(client: Client, turn_id: str) -> Turn:
     """The handle of a turn, or a clear error for what is no turn id."""
     checked_keys(client.keys, turn_id)
     return client.attach(turn_id)
+
+
+async def live_turn_of(client: Client, session_id: str) -> str | None:
+    """The turn that a session is busy with."""
+    records = await turns_of_session(client.engine, client.keys, session_id)
+    return next((record.turn_id for record in records if record.state in ("running", "suspended")), None)
 
 
 def checked_session(session_id: str) -> None:

@@ -12,13 +12,17 @@ if TYPE_CHECKING:
 
 
 def after_suspension(
-    turn_id: str, pending: Sequence[str], approvals: Sequence[str], error: ErrorInfo | None = None
+    turn_id: str,
+    pending: Sequence[str],
+    approvals: Sequence[str],
+    error: ErrorInfo | None = None,
+    more_of_resume: str = "",
 ) -> Iterator[str]:
-    """One line for each thing that a suspended turn waits for."""
+    """One line for each thing that a suspended turn waits for. `more_of_resume` are further options of that command."""
     if error is not None:
-        yield f"the provider call failed; `turnmill resume {turn_id}` repeats it"
+        yield f"the provider call failed; `turnmill resume {turn_id}{more_of_resume}` repeats it"
     elif pending:
-        yield f"give the results: `{resume_command(turn_id, pending)}`"
+        yield f"give the results: `{resume_command(turn_id, pending)}{more_of_resume}`"
     if approvals:
         yield f"decide: `{decide_command('approve', turn_id, approvals)}`, or `turnmill deny {turn_id} ...`"
 

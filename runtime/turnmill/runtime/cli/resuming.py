@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     watch: bool
     as_json: bool
     timeout: float | None
+    app: str | None
 
 
 def resume(
@@ -53,6 +55,7 @@ def resume(
     result: Results = None,
     message: MessageText = None,
     watch: WatchIt = True,
+    app: options.AppOption = None,
     as_json: options.Json = False,
     timeout: options.Timeout = None,
     redis_url: options.RedisUrl = None,
@@ -60,7 +63,7 @@ def resume(
 ) -> int:
     from .attachment import command_settings, run_command
 
-    request = Request(turn, parse_results(result or []), message, watch, as_json, timeout)
+    request = Request(turn, parse_results(result or []), message, watch, as_json, timeout, app)
     return run_command(_resume(request, command_settings(redis_url, namespace)))
 
 
@@ -96,17 +99,25 @@ def _file_text(name: str) -> str:
 
 
 async def _resume(request: Request, settings: Settings) -> int:
-    from .attachment import attached_client
+    from .attachment import attached_client, serving_client
+    from .hints import Hints
     from .lookup import attached_turn
 
-    async with attached_client(settings) as client:
+    async with AsyncExitStack() as stack:
+        # With an app it is as with `run`: this process runs what nothing else would.
+        if request.app is not None:
+            client, _ = await stack.enter_async_context(serving_client(settings, request.app, serve=request.watch))
+        else:
+            client = await stack.enter_async_context(attached_client(settings))
         turn = attached_turn(client, request.turn_id)
         before = await _last_number(client, turn)
-        pending = await turn.resume(tool_results=request.results, message=request.message)
+        async with Hints(client):
+            pending = await turn.resume(tool_results=request.results, message=request.message)
         if not request.watch:
             _write_pending(turn.id, pending, request.as_json)
             return Exit.OK
-        return await _watch(client, turn, before, request)
+        app = None if settings.redis_url else request.app
+        return await _watch(client, turn, before, request, app)
 
 
 async def _last_number(client: Client, turn: Turn) -> int:
@@ -130,12 +141,13 @@ def _write_pending(turn_id: str, pending: Sequence[str], as_json: bool) -> None:
         sys.stdout.write(f"turn {turn_id} goes on\n")
 
 
-async def _watch(client: Client, turn: Turn, before: int, request: Request) -> int:
+async def _watch(client: Client, turn: Turn, before: int, request: Request, app: str | None) -> int:
     from .watching import Watch, view_for
 
     # Results that were there already change nothing: what the turn waits for was said before.
     says_again = await _last_number(client, turn) == before and await turn.status() == "suspended"
-    watch = Watch(client, turn, view_for(request.as_json), after=max(0, before - 1) if says_again else before)
+    after = max(0, before - 1) if says_again else before
+    watch = Watch(client, turn, view_for(request.as_json), after, app=app)
     try:
         async with asyncio.timeout(request.timeout):
             return await watch.follow()

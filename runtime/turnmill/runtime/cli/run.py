@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..client import Client
     from ..definitions import TurnOptions
+    from ..turn import Turn
 
 AgentName = Annotated[
     str, typer.Argument(metavar="AGENT", help="A published agent, or one of APP.", show_default=False)
@@ -107,28 +106,17 @@ def run(
 
 
 async def _run(request: Request, settings: Settings) -> int:
-    from turnmill.protocol.specs import content_hash
-
+    from .attachment import serving_client
     from .watching import Watch, view_for
 
-    async with _client(request, settings) as (client, app):
+    async with serving_client(settings, request.app, serve=not request.detach) as (client, app):
         spec = await _find_agent(client, request.agent, app)
-        options_of_turn = _turn_options(request, spec)
-        # By its version: a coordinator may remember for a moment what the bare name meant before.
-        reference = f"{spec.name}@{content_hash(spec)}"
-        turn = await client.turn(
-            reference,
-            request.text,
-            session=request.session,
-            options=options_of_turn,
-            on_busy=request.on_busy,
-            idempotency_key=request.idempotency_key,
-        )
+        turn = await _start(client, request, spec)
         if request.detach:
             sys.stdout.write(f"{turn.id}\n")
             await _say_if_nobody_is_there(client)
             return Exit.OK
-        watch = Watch(client, turn, view_for(request.as_json))
+        watch = Watch(client, turn, view_for(request.as_json), app=None if settings.redis_url else request.app)
         try:
             async with asyncio.timeout(request.timeout):
                 return await watch.follow()
@@ -140,30 +128,29 @@ async def _run(request: Request, settings: Settings) -> int:
             raise
 
 
-@asynccontextmanager
-async def _client(request: Request, settings: Settings) -> AsyncIterator[tuple[Client, App | None]]:
-    """A client, and a runtime in this process where nothing else would run the turn.
+async def _start(client: Client, request: Request, spec: AgentSpec) -> Turn:
+    """Start the turn. A refusal names the turn that the session is busy with."""
+    from turnmill.protocol.errors import CommandRefusedError, IdempotencyConflictError
+    from turnmill.protocol.specs import content_hash
 
-    That is without a Redis URL, when the embedded server of the directory has no coordinator, or an app was given.
-    """
-    from turnmill.workers.app import load_app
+    from .lookup import live_turn_of
 
-    from ..fleet import read_fleet
-    from ..local import local_runtime
-    from ..roles import publish_app
-    from .attachment import attached_client
-
-    app = load_app(request.app) if request.app else None
-    async with attached_client(settings, create=True) as client:
-        if app is not None:
-            await publish_app(client.engine, client.keys, app)
-        fleet = await read_fleet(client.engine, client.keys, settings)
-        served = bool(fleet.coordinators) and app is None
-        if settings.redis_url is not None or served or request.detach:
-            yield client, app
-            return
-        async with local_runtime(settings, request.app) as local:
-            yield local, app
+    try:
+        return await client.turn(
+            # By its version: a coordinator may remember for a moment what the bare name meant before.
+            f"{spec.name}@{content_hash(spec)}",
+            request.text,
+            session=request.session,
+            options=_turn_options(request, spec),
+            on_busy=request.on_busy,
+            idempotency_key=request.idempotency_key,
+        )
+    except IdempotencyConflictError:
+        raise
+    except CommandRefusedError as error:
+        if request.session is not None:
+            error.turn_id = await live_turn_of(client, request.session) or error.turn_id
+        raise
 
 
 async def _find_agent(client: Client, name: str, app: App | None) -> AgentSpec:

@@ -47,10 +47,13 @@ async def _steer(
     import msgspec
 
     from .attachment import attached_client
+    from .hints import Hints
     from .lookup import attached_turn
 
     async with attached_client(settings) as client:
-        entry = await attached_turn(client, turn_id).steer(text, role=role, mode=mode)
+        turn = attached_turn(client, turn_id)
+        async with Hints(client):
+            entry = await turn.steer(text, role=role, mode=mode)
     line = {"turn_id": turn_id, "steering_id": entry.id, "mode": mode, "created_at": entry.created_at}
     sys.stdout.write((msgspec.json.encode(line).decode() if as_json else entry.id) + "\n")
     return Exit.OK
@@ -72,11 +75,13 @@ async def _abort(settings: Settings, turn_id: str, reason: str | None, as_json: 
     import msgspec
 
     from .attachment import attached_client
+    from .hints import Hints
     from .lookup import attached_turn
 
     async with attached_client(settings) as client:
         turn = attached_turn(client, turn_id)
-        is_stopped = await turn.abort(reason)
+        async with Hints(client):
+            is_stopped = await turn.abort(reason)
         status = await turn.status()
     if as_json:
         line = msgspec.json.encode({"turn_id": turn_id, "stopped": is_stopped, "status": status}).decode()
