@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -172,6 +173,30 @@ def test_show_tells_what_a_suspended_turn_waits_for(turnmill: CommandLine) -> No
     assert fields["pending"][0]["arguments"] == {"what": "city"}
     assert "suspended" in turnmill("show", turn, "--timeline").stdout
     assert turn in turnmill("ls", "--state", "suspended").stdout
+
+
+def test_resume_brings_its_own_runtime_where_there_is_none(short_directory: Path) -> None:
+    """Without a Redis URL: the first process is gone, and what it left goes on in another one."""  # AE-06
+    (short_directory / "app.py").write_text(APP, encoding="utf-8")
+    line = CommandLine(short_directory)
+    done = line("run", "asks", "hello", "--app", "app.py")
+    found = re.search(r"`turnmill (resume \S+ .*--app app.py)`", done.stderr)
+    assert (done.returncode, found is not None) == (5, True), done.stderr
+    words = str(found and found[1]).replace("call_a=@FILE", "call_a=Oslo").replace("call_b=@FILE", "call_b=Monday")
+    resumed = line(*words.split())
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Oslo on Monday." in resumed.stdout
+
+
+def test_a_command_that_nobody_answers_says_who_is_missing(
+    valkey_url: str, namespace: str, short_directory: Path
+) -> None:
+    (short_directory / "app.py").write_text(APP, encoding="utf-8")
+    line = CommandLine(short_directory, redis_url=valkey_url, namespace=namespace)
+    turn = line("run", "said", "hello", "--app", "app.py", "--detach").stdout.strip()
+    with line.started("abort", turn) as abort:
+        abort.wait_for("no coordinator is alive: start `turnmill coordinator`")
+        assert abort.stop(signal.SIGINT) == 2
 
 
 def test_a_provider_call_that_failed_is_repeated_by_resume(turnmill: CommandLine) -> None:

@@ -191,7 +191,7 @@ class ModelTask(Addressed, frozen=True, kw_only=True):
     `[view_end, messages)` of the transcript. `injected` stand before entry `inject_at`, for this call alone.
 
     With `compact` the task is to shorten that conversation, and not to answer: the reply's `view` stands for the entries
-    up to `messages`.
+    up to `messages`. With `overflow` a provider has refused it as too long, and the newest steps are not spared.
     """
 
     type: ClassVar[str] = "model_task"
@@ -207,6 +207,7 @@ class ModelTask(Addressed, frozen=True, kw_only=True):
     injected: list[Message] = []
     inject_at: int = 0
     compact: bool = False
+    overflow: bool = False
     metadata: dict[str, Any] = {}
 
 

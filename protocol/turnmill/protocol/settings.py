@@ -15,6 +15,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -88,6 +89,8 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _SECRET_FIELDS = frozenset({"redis_url", "api_tokens", "providers"})
 _MASK = "***"
+_TABLES = frozenset({"providers", "prices"})
+"""What only the file can say."""
 
 
 def _redis_url(value: object) -> object:
@@ -134,6 +137,21 @@ class ProviderEndpoint(BaseModel):
     api: Annotated[str, Field(min_length=1, description="which adapter speaks to it, such as `openai`")]
     base_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     api_key_env: Annotated[VariableName | None, Field(description="the name of a variable, never a key")] = None
+
+
+Price: TypeAlias = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
+
+
+class ModelPrice(BaseModel):
+    """What a model costs: a table `[prices."<provider:model>"]` of `turnmill.toml`, in units of `currency` per million
+    tokens. Tokens read from a cache cost `cached`, or as much as others where that is left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input: Price
+    output: Price
+    cached: Price | None = None
+    currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$", description="as ISO 4217 has it")] = "USD"
 
 
 class Settings(BaseSettings):
@@ -201,6 +219,7 @@ class Settings(BaseSettings):
     script: Path | None = Field(None, description="file with the answers of the `scripted` provider")
     script_log: Path | None = Field(None, description="file to which the `scripted` provider writes what it was asked")
     providers: dict[str, ProviderEndpoint] = Field({}, description="further endpoints; only from the file")
+    prices: dict[str, ModelPrice] = Field({}, description="prices by `provider:model`; only from the file")
 
     @classmethod
     def settings_customise_sources(
@@ -270,7 +289,7 @@ class _EnvironmentSource(_Source):
 
     def __call__(self) -> dict[str, Any]:
         variables = {name: value for name, value in os.environ.items() if value and not _is_service_link(name, value)}
-        known = {variable_of(name): name for name in Settings.model_fields if name != "providers"}
+        known = {variable_of(name): name for name in Settings.model_fields if name not in _TABLES}
         for variable in sorted(variables):
             if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
                 raise ConfigurationError(
@@ -281,7 +300,7 @@ class _EnvironmentSource(_Source):
 
 
 class _FileSource(_Source):
-    """`turnmill.toml` in the working directory: settings at the top, and tables `[providers.<name>]`."""
+    """`turnmill.toml` in the working directory: settings at the top, and tables `[providers.<name>]`, `[prices."<model>"]`."""
 
     def __call__(self) -> dict[str, Any]:
         path = Path(FILE_NAME)
@@ -331,7 +350,8 @@ def _readable(error: ValidationError, given: Mapping[str, Any]) -> Iterator[str]
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]
         if problem["type"] == "extra_forbidden":
-            message = f"unknown key{_nearest(path[-1], ProviderEndpoint.model_fields)}"
+            table: type[BaseModel] = ModelPrice if path[0] == "prices" else ProviderEndpoint
+            message = f"unknown key{_nearest(path[-1], table.model_fields)}"
         else:
             message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it must be", 1)
         shown = "" if path[0] in _SECRET_FIELDS else f" {problem['input']!r} is not allowed:"

@@ -7,6 +7,7 @@ handoff). Approval comes before any of it.
 from __future__ import annotations
 
 import hashlib
+from zlib import crc32
 
 import msgspec
 
@@ -28,7 +29,7 @@ from turnmill.protocol.specs import Approval, Plan, StopCondition, ToolSpec
 from turnmill.protocol.trace_context import child_trace
 
 from . import pairing
-from .draft import Draft
+from .draft import Draft, encode_json
 from .effects import DispatchTool, Keep, Send
 from .endings import abort_child, call_text, child_session, fail_turn, publish_step_finished, suspend_turn
 from .state import CallState, CallStatus, Halt, TurnPhase, TurnState
@@ -42,6 +43,7 @@ def prepare_calls(draft: Draft, turn: TurnState, calls: list[ToolCall]) -> None:
     """The calls of a reply: all are told, and those that must not run have their result."""
     plan = draft.plan(turn)
     turn.calls = [CallState(index, call) for index, call in enumerate(calls)]
+    turn.answered = []
     for state in turn.calls:
         draft.publish(ToolCallReady(step_number=turn.step, index=state.index, tool_call=state.tool_call))
     for state in turn.calls:
@@ -244,7 +246,7 @@ def sub_turn_ended(draft: Draft, turn: TurnState, call: CallState, ended: SubTur
 
 
 def _hand_off(draft: Draft, turn: TurnState, call: CallState, spec: ToolSpec) -> None:
-    others = [other for other in turn.calls if other is not call and _is_handoff(draft, turn, other)]
+    others = [other for other in turn.calls if other is not call and is_handoff(draft, turn, other)]
     if any(other.status is CallStatus.RUNNING for other in others) or turn.next_plan_id:
         return settle(draft, turn, call, pairing.not_executed(call.tool_call, "the turn goes to another agent already"))
     call.status = CallStatus.RUNNING
@@ -256,7 +258,7 @@ def _hand_off(draft: Draft, turn: TurnState, call: CallState, spec: ToolSpec) ->
     return None
 
 
-def _is_handoff(draft: Draft, turn: TurnState, call: CallState) -> bool:
+def is_handoff(draft: Draft, turn: TurnState, call: CallState) -> bool:
     spec = draft.plan(turn).tools.get(call.tool_call.name)
     return spec is not None and spec.kind == "handoff"
 
@@ -293,6 +295,8 @@ def call_overdue(draft: Draft, turn: TurnState, call: CallState) -> ToolResult:
     spec = draft.plan(turn).tools[call.tool_call.name]
     if call.child_turn_id:
         abort_child(draft, turn, call, "the call that it answers has timed out")
+    if spec.kind == "handoff":
+        return pairing.error_result(call.tool_call, f"execution failed (no agent within {HANDOFF_SECONDS:g} s)")
     if spec.idle_timeout_seconds is not None and call.due_ms < call.deadline_ms:
         return pairing.error_result(
             call.tool_call, f"execution failed (no progress for {spec.idle_timeout_seconds:g} s)"
@@ -318,7 +322,7 @@ def close_step(draft: Draft, turn: TurnState) -> bool:
     publish_step_finished(draft, turn)
     if draft.plan(turn).agent.mode == "single_exchange":
         return True
-    if _is_stuck(draft, turn, calls):
+    if turn.halt is None and _is_stuck(draft, turn, calls):
         return False
     if turn.halt is None:
         turn.halt = _plain_condition(draft.plan(turn).agent.stop_when, turn.step, calls)
@@ -364,7 +368,7 @@ def _warn_of_repetition(draft: Draft, turn: TurnState, calls: list[CallState]) -
     """Have the next step tell the model that it made the same call as in the step before."""
     if not draft.plan(turn).agent.warn_repeated_calls:
         return
-    digests = [_digest(call.tool_call.name, call_text(call.tool_call)) for call in calls]
+    digests = [crc32(encode_json(call.tool_call.arguments), crc32(call.tool_call.name.encode())) for call in calls]
     repeated = [call for call, digest in zip(calls, digests, strict=True) if digest in turn.last_calls]
     turn.last_calls = digests
     if repeated:
@@ -382,7 +386,9 @@ def _digest(*words: str) -> str:
 def take_over(draft: Draft, turn: TurnState) -> None:
     """The next step is another agent's."""
     turn.plan_id, turn.next_plan_id = turn.next_plan_id, ""
+    if draft.plan_of(turn) is None:
+        return fail_turn(draft, turn, plan_lost(turn))
     agent = draft.plan(turn).agent
     changed = AgentChanged(step_number=turn.step, agent_id=agent.name, from_agent_id=turn.agent_id)
     turn.agent_id = agent.name
-    draft.publish(changed)
+    return draft.publish(changed)

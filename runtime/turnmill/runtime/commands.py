@@ -25,10 +25,10 @@ from turnmill.protocol.messages import (
 
 from . import pairing
 from .draft import Draft
-from .endings import abort_turn, host_calls, refuse_turn
+from .endings import abort_turn, drop_queued, host_calls
 from .flow import advance_turn
 from .state import CallState, CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, TurnState
-from .steps import retry_model
+from .steps import claim_steering, retry_model
 
 STEERED_MAX = 200
 """How many ids of steering a turn remembers, to know a repeated command."""
@@ -72,6 +72,7 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
         if turn is not None:
             add_steering(draft, turn, item)
         elif queued is not None:
+            draft.keep_blobs(item.message)
             index = draft.state.queue.index(queued)
             changed = msgspec.structs.replace(queued, steering=[*queued.steering, item])
             draft.state.queue[index] = changed
@@ -91,23 +92,27 @@ def _queue_next(
     """The message becomes a turn of its own behind this one, with the same agent and options."""
     state = draft.state
     accepted = Answer(turn_id=command.turn_id, steering_id=command.steering_id)
-    if _queued(state, command.steering_id) is None:
+    is_known = state.turn is not None and command.steering_id in (state.turn.turn_id, *state.turn.steered)
+    if not is_known and _queued(state, command.steering_id) is None:
         if len(state.queue) >= pending_max:
             text = f"{len(state.queue)} turns wait on the session already (TURNMILL_SESSION_QUEUE_MAX)"
             return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.STEERING_FULL, text))
-        agent = turn.agent_id if turn is not None else queued.command.agent if queued is not None else ""
+        like = turn if turn is not None else queued
+        assert like is not None
+        options = like.command if isinstance(like, QueuedTurn) else like
         next_turn = StartTurn(
             turn_id=command.steering_id,
             session_id=command.session_id,
-            agent=agent,
+            agent=like.command.agent if isinstance(like, QueuedTurn) else like.agent_id,
             messages=[command.message],
-            metadata=turn.metadata if turn is not None else {},
-            tenant=turn.tenant if turn is not None else "",
-            priority=turn.priority if turn is not None else 0,
-            trace=turn.trace if turn is not None else {},
+            metadata=options.metadata,
+            tenant=options.tenant,
+            priority=options.priority,
+            trace=options.trace,
         )
-        plan_id = turn.plan_id if turn is not None else queued.plan_id if queued is not None else ""
-        state.queue.append(QueuedTurn(next_turn, plan_id))
+        if turn is not None:
+            turn.steered = [*turn.steered, command.steering_id][-STEERED_MAX:]
+        state.queue.append(QueuedTurn(next_turn, like.plan_id))
         draft.keep_blobs(command.message)
         draft.record_queued(next_turn)
     return draft.reply(command.steering_id, accepted)
@@ -123,7 +128,7 @@ def cancel_steering(draft: Draft, command: CancelSteering) -> None:
     for index, queued in enumerate(state.queue):
         if queued.command.turn_id == command.steering_id:
             del state.queue[index]
-            refuse_turn(draft, queued.command, ErrorInfo(kind=ErrorKind.ABORTED, message="cancelled"), aborted=True)
+            drop_queued(draft, queued, "cancelled")
             removed = True
             break
         if any(item.steering_id == command.steering_id for item in queued.steering):
@@ -144,8 +149,7 @@ def abort(draft: Draft, command: AbortTurn) -> None:
         abort_turn(draft, turn, command.reason)
     elif queued is not None:
         draft.state.queue.remove(queued)
-        error = ErrorInfo(kind=ErrorKind.ABORTED, message=command.reason or "the turn was stopped")
-        refuse_turn(draft, queued.command, error, aborted=True)
+        drop_queued(draft, queued, command.reason or "the turn was stopped")
     else:
         found = False
     draft.reply(command.request_id, Answer(turn_id=command.turn_id, done=found))
@@ -156,8 +160,7 @@ def delete_session(draft: Draft, command: DeleteSession) -> None:
     state = draft.state
     state.deletions = [*state.deletions, command.request_id]
     for queued in state.queue:
-        error = ErrorInfo(kind=ErrorKind.ABORTED, message="the session was deleted")
-        refuse_turn(draft, queued.command, error, aborted=True)
+        drop_queued(draft, queued, "the session was deleted")
     state.queue = []
     if state.turn is not None:
         abort_turn(draft, state.turn, "the session was deleted")
@@ -216,6 +219,7 @@ def _wake(draft: Draft, turn: TurnState, call_ids: list[str]) -> None:
     draft.feed(turn.turn_id, turn.agent_id, TurnResumed.type)
     if turn.failed_exchange is not None:
         turn.failed_exchange = None
+        claim_steering(draft, turn)
         return retry_model(draft, turn)
     turn.phase = TurnPhase.TOOLS
     return advance_turn(draft, turn)

@@ -15,7 +15,7 @@ from turnmill.protocol.specs import Plan, RetryPolicy
 from .effects import Append, Count, Effect, Feed, Index, Keep, Publish, Record, Reply
 from .state import SessionState, TurnState
 
-_encode = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 
 
 class Draft:
@@ -66,18 +66,19 @@ class Draft:
         assert self.state.turn is not None
         self.effects.append(Publish(self.state.turn.turn_id, event))
 
-    def open_channel(self, turn_id: str, event: Event, *, closes: bool = False) -> None:
-        self.effects.append(Publish(turn_id, event, opens=True, closes=closes))
+    def open_channel(self, turn_id: str, event: Event) -> None:
+        self.effects.append(Publish(turn_id, event, opens=True))
 
     def close_channel(self, turn_id: str, event: Event) -> None:
         self.effects.append(Publish(turn_id, event, closes=True))
 
     def keep_blobs(self, *values: Message | ToolResult) -> None:
-        """What these refer to is the session's from now on."""
+        """What these refer to is the session's from now on. Where the session is about to be deleted, what is left of it
+        is told once that is done."""
         names: list[str] = []
         for value in values:
             names += refs_of(value) if isinstance(value, Message) else refs_of_result(value)
-        if names:
+        if names and not self.state.deletions:
             self.effects.append(Keep(names))
 
     def append(self, message: Message) -> None:
@@ -96,16 +97,16 @@ class Draft:
             self.effects.append(Index(command.turn_id, self.now_ms))
 
     def record_ended(self, turn_id: str, status: str, summary: msgspec.Struct) -> None:
-        self.effects.append(Record(turn_id, {"status": status, "result": _encode(summary)}, ends=True))
+        self.effects.append(Record(turn_id, {"status": status, "result": encode_json(summary)}, ends=True))
 
     def record_status(self, turn_id: str, status: str, summary: msgspec.Struct | None = None) -> None:
         fields: dict[str, str | bytes] = {"status": status}
         if summary is not None:
-            fields["result"] = _encode(summary)
+            fields["result"] = encode_json(summary)
         self.effects.append(Record(turn_id, fields))
 
     def record_refused(self, command: StartTurn, error: msgspec.Struct, status: str = "failed") -> None:
-        fields = {**self._head(command, status), "error": _encode(error)}
+        fields = {**self._head(command, status), "error": encode_json(error)}
         self.effects.append(Record(command.turn_id, fields, ends=True))
         self.effects.append(Index(command.turn_id, self.now_ms))
 

@@ -6,6 +6,8 @@ claimed is given back as dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from turnmill.protocol.content import ErrorInfo, Termination, ToolCall, ToolResult, Usage
@@ -26,8 +28,8 @@ from turnmill.protocol.messages import AbortTurn, Answer, StartTurn, SubTurnEnde
 
 from . import pairing
 from .draft import Draft
-from .effects import Cancel, Send
-from .state import CallState, CallStatus, Halt, TurnPhase, TurnState
+from .effects import Cancel, Publish, Send
+from .state import CallState, CallStatus, Halt, QueuedTurn, Stage, Steering, TurnPhase, TurnState
 
 ABORT_GRACE_SECONDS = 2.0
 """How long a stopped turn waits for partial text, usage and results of what was under way."""
@@ -35,22 +37,42 @@ SUB_TURN_GRACE_SECONDS = 1.0
 """How much longer it waits for each level of sub-turns below."""
 
 
-def refuse_turn(draft: Draft, command: StartTurn, error: ErrorInfo, *, aborted: bool = False) -> None:
+_STARTED = (CallStatus.RUNNING, CallStatus.BACKOFF)
+"""Calls that somebody was told of as started, so their end is told too."""
+_LIVE_TURN_IN_THE_WAY = (ErrorKind.SESSION_BUSY, ErrorKind.TOOL_RESULTS_REQUIRED, ErrorKind.APPROVAL_REQUIRED)
+
+
+def refuse_turn(draft: Draft, command: StartTurn, error: ErrorInfo) -> None:
     """Answer on the turn's own channel, so that whoever waits there is told."""
-    status = "aborted" if aborted else "failed"
+    _never_started(draft, command, error, "failed")
+    if command.answer:
+        live = draft.state.turn
+        meant = live.turn_id if live is not None and error.kind in _LIVE_TURN_IN_THE_WAY else command.turn_id
+        draft.reply(command.turn_id, Answer(turn_id=meant, error=error))
+
+
+def drop_queued(draft: Draft, queued: QueuedTurn, reason: str) -> None:
+    """Stop a turn that has not started. Its command was answered when it was accepted."""
+    _never_started(draft, queued.command, ErrorInfo(kind=ErrorKind.ABORTED, message=reason), "aborted", queued.steering)
+
+
+def _never_started(
+    draft: Draft, command: StartTurn, error: ErrorInfo, status: str, steering: Sequence[Steering] = ()
+) -> None:
     draft.record_refused(command, error, status)
+    for position, item in enumerate(steering):
+        dropped = SteeringDropped(steering_id=item.steering_id, reason="the turn was stopped before it started")
+        draft.effects.append(Publish(command.turn_id, dropped, opens=position == 0))
     termination = Termination(kind=status, error_type=error.kind, message=error.message)
     failed = TurnFailed(
         error=error.message,
         error_type=error.kind,
-        aborted=aborted,
+        aborted=status == "aborted",
         termination=termination,
         pending=error.pending,
     )
-    draft.open_channel(command.turn_id, failed, closes=True)
+    draft.effects.append(Publish(command.turn_id, failed, opens=not steering, closes=True))
     draft.feed(command.turn_id, command.agent.partition("@")[0], "turn.failed", error.kind)
-    if command.answer:
-        draft.reply(command.turn_id, Answer(turn_id=command.turn_id, error=error))
     _tell_parent(draft, command, command.turn_id, status, "", error)
 
 
@@ -65,14 +87,20 @@ def finish_turn(draft: Draft, turn: TurnState, halt: Halt) -> None:
     _end_turn(draft, turn, "finished", summary, TurnFinished(result=summary))
 
 
+def plan_lost(turn: TurnState) -> ErrorInfo:
+    text = f"the plan {turn.plan_id} of turn {turn.turn_id} is gone (TURNMILL_PLAN_TTL, or the engine lost data)"
+    return ErrorInfo(kind=ErrorKind.STATE_LOST, message=text)
+
+
 def fail_turn(draft: Draft, turn: TurnState, error: ErrorInfo, halt: Halt | None = None) -> None:
     """End the turn with an error."""
     _cancel_running(draft, turn, "the turn failed")
     for call in turn.calls:
-        if call.status is not CallStatus.DONE:
-            never_ran = call.status is not CallStatus.RUNNING and call.status is not CallStatus.BACKOFF
-            filler = pairing.not_executed(call.tool_call, "the turn failed") if never_ran else None
-            pairing.settle(call, filler or pairing.outcome_unknown(call.tool_call))
+        if call.status in _STARTED:
+            reason = f"the turn failed: {error.kind}"
+            settle_stopped(draft, turn, call, pairing.stopped(call.tool_call, reason), reason=reason)
+        elif call.status is not CallStatus.DONE:
+            pairing.settle(call, pairing.not_executed(call.tool_call, f"the turn failed: {error.kind}"))
     _close_calls(draft, turn)
     drop_steering(draft, turn, "the turn failed")
     kind, name = (halt.kind, halt.name) if halt is not None else ("failed", None)
@@ -99,6 +127,8 @@ def abort_turn(draft: Draft, turn: TurnState, reason: str | None) -> None:
         if call.status is CallStatus.RUNNING:
             if call.child_turn_id:
                 abort_child(draft, turn, call, turn.abort_reason)
+        elif call.status is CallStatus.BACKOFF:
+            settle_stopped(draft, turn, call, pairing.stopped(call.tool_call, turn.abort_reason))
         elif call.status is not CallStatus.DONE:
             pairing.settle(call, pairing.not_executed(call.tool_call, f"stopped: {turn.abort_reason}"))
     if any(call.child_turn_id and call.status is CallStatus.RUNNING for call in turn.calls):
@@ -140,8 +170,9 @@ def settle_stopped(
     duration_seconds: float = 0.0,
     *,
     ran: bool = False,
+    reason: str | None = None,
 ) -> None:
-    """Give a call of a stopped turn its result; `ran` where it is the tool's own."""
+    """Give a call that was stopped with its turn its result; `ran` where it is the tool's own."""
     draft.publish(
         ToolExecutionFinished(
             step_number=turn.step,
@@ -150,7 +181,7 @@ def settle_stopped(
             name=call.tool_call.name,
             tool_result=result if ran else None,
             duration=duration_seconds,
-            error=None if ran else turn.abort_reason,
+            error=None if ran else reason or turn.abort_reason,
             aborted=not ran,
         )
     )
@@ -186,7 +217,9 @@ def suspend_turn(draft: Draft, turn: TurnState, error: ErrorInfo | None = None) 
 
 
 def host_calls(turn: TurnState) -> list[str]:
-    """The ids of the calls whose results the host owes, in call order."""
+    """The ids of the calls whose results the host owes, in call order; none while hooks may still answer in its place."""
+    if turn.stage is not Stage.TOOLS:
+        return []
     return [call.tool_call.id for call in turn.calls if call.status is CallStatus.HOST]
 
 

@@ -122,16 +122,19 @@ def _before_calls(draft: Draft, turn: TurnState) -> bool:
 def _policies(draft: Draft, turn: TurnState) -> bool:
     """Ask the policies of calls that have one, then a person for every call that needs it."""
     plan = draft.plan(turn)
-    if plan.agent.mode == "auto":
-        while (call := _next_call(turn, CallStatus.QUEUED)) is not None:
-            approval = approval_of(plan, call)
-            if approval.mode == "policy" and approval.policy is not None:
-                event = {"tool_call": msgspec.to_builtins(call.tool_call), "metadata": turn.metadata}
-                call_hook(draft, turn, "approval", approval.policy, event, call.index)
-                return False
-        for call in turn.calls:
-            if call.status is CallStatus.QUEUED and not call.is_approved and approval_of(plan, call).mode != "never":
-                ask_for_approval(draft, turn, call)
+    careful = [
+        call for call in turn.calls if call.status is CallStatus.QUEUED and approval_of(plan, call).mode != "never"
+    ]
+    for call in careful:
+        policy = approval_of(plan, call).policy
+        if policy is not None and call.index >= turn.position:
+            turn.position = call.index + 1
+            event = {"tool_call": msgspec.to_builtins(call.tool_call), "metadata": turn.metadata}
+            call_hook(draft, turn, "approval", policy, event, call.index)
+            return False
+    for call in careful:
+        if not call.is_approved:
+            ask_for_approval(draft, turn, call)
     turn.stage = Stage.TOOLS
     return True
 

@@ -57,7 +57,13 @@ def compaction_of(value: Any) -> Compaction:
 
 
 def _with_summarizing_model(value: Any) -> Any:
-    fields = dict(value) if isinstance(value, dict) else msgspec.structs.asdict(value) if isinstance(value, Compaction) else {}
+    fields = (
+        dict(value)
+        if isinstance(value, dict)
+        else msgspec.structs.asdict(value)
+        if isinstance(value, Compaction)
+        else {}
+    )
     describe = getattr(fields.get("summarizer"), "agent_spec", None)
     if describe is None:
         return value

@@ -160,9 +160,10 @@ class TurnState(msgspec.Struct, array_like=True):
     step_cost: Cost | None = None
     attempts: list[AttemptUsage] = []
     signals: list[Any] = []
-    last_calls: list[str] = []
-    """Digests of the last step's calls, and of its errors with how many steps in a row they came."""
+    last_calls: list[int] = []
+    """Checksums of the last step's calls."""
     errors_in_a_row: dict[str, int] = {}
+    """Digests of the last step's errors, with how many steps in a row they came."""
     repairs: int = 0
     compactions: int = 0
     compacting: str = ""

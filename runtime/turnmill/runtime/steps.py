@@ -106,7 +106,9 @@ def _messages(command: StartTurn, plan: Plan | None) -> list[Message]:
     message, prefix = command.messages[0], plan.agent.user_prompt_prefix
     if isinstance(message.content, str):
         return [msgspec.structs.replace(message, content=prefix + message.content)]
-    return [msgspec.structs.replace(message, content=[TextPart(prefix), *message.content])]  # a large text, stored apart
+    return [
+        msgspec.structs.replace(message, content=[TextPart(prefix), *message.content])
+    ]  # a large text, stored apart
 
 
 def _rewind(state: SessionState, index: int | None) -> None:
@@ -126,7 +128,7 @@ def start_step(draft: Draft, turn: TurnState) -> None:
     turn.step_first_message = draft.state.length
     turn.attempt = 1
     turn.failures = turn.losses = turn.waits = turn.compactions = 0
-    turn.calls, turn.injected, turn.answered = [], [], []
+    turn.calls, turn.injected = [], []
     turn.is_final = False
     draft.publish(StepStarted(step_number=turn.step))
     if turn.warning:
@@ -134,6 +136,11 @@ def start_step(draft: Draft, turn: TurnState) -> None:
         draft.append(note)
         turn.warning = ""
     turn.inject_at = draft.state.length
+    claim_steering(draft, turn)
+
+
+def claim_steering(draft: Draft, turn: TurnState) -> None:
+    """What was said to the turn meanwhile becomes part of the conversation, for the model call that comes next."""
     for item in turn.steering:
         draft.append(msgspec.structs.replace(item.message, turn_id=turn.turn_id))
         draft.publish(SteeringApplied(steering_id=item.steering_id, step=turn.step))
@@ -164,6 +171,7 @@ def dispatch_model(draft: Draft, turn: TurnState, *, compact: bool = False) -> N
         injected=[] if compact else turn.injected,
         inject_at=turn.inject_at if turn.injected else 0,
         compact=compact,
+        overflow=turn.overflow is not None,
     )
     draft.live = "" if compact else f"{turn.turn_id}/{call}/{turn.attempt}"
     draft.effects.append(DispatchModel(task, plan.pool, turn.tenant, turn.priority))
@@ -217,7 +225,7 @@ def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo, reply: ModelRe
 
 def _exchange_failed(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
     """One command, one provider call. Behind a host's results the turn rests as before, and `resume` repeats the call."""
-    if turn.step == 1:
+    if not turn.answered:
         return fail_turn(draft, turn, error)
     turn.failed_exchange = error
     draft.live = ""

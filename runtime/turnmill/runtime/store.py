@@ -46,18 +46,7 @@ ANSWER_TTL_MS = 300_000
 _encode_json = msgspec.json.Encoder().encode
 
 _Single: TypeAlias = (
-    DispatchModel
-    | DispatchTool
-    | Send
-    | Replace
-    | Cancel
-    | Reply
-    | Keep
-    | Record
-    | Index
-    | Feed
-    | SetTimer
-    | Count
+    DispatchModel | DispatchTool | Send | Replace | Cancel | Reply | Keep | Record | Index | Feed | SetTimer | Count
 )
 """Effects that are written one by one; the others are joined."""
 

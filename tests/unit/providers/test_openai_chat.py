@@ -482,6 +482,21 @@ def test_an_error_event_of_plain_text_is_an_error() -> None:
     [
         (400, {"code": "context_length_exceeded", "message": "too much"}, "context_overflow", False),
         (400, {"message": "This model's maximum context length is 8192 tokens"}, "context_overflow", False),
+        (
+            400,
+            {"message": "This model's maximum prompt length is 8 but the request contains 9"},
+            "context_overflow",
+            False,
+        ),
+        (422, {"message": "`inputs` tokens + `max_new_tokens` must be <= 4096"}, "context_overflow", False),
+        (400, {"message": "prompt is too long: 208310 tokens > 200000 maximum"}, "context_overflow", False),
+        (400, {"message": "the request exceeds the available context size"}, "context_overflow", False),
+        (
+            413,
+            {"code": "rate_limit_exceeded", "message": "Request too large on tokens per minute"},
+            "bad_request",
+            False,
+        ),
         (400, {"code": "content_filter", "message": "filtered"}, "content_filter", False),
         (403, {"message": "Your input was flagged"}, "content_filter", False),
         (400, {"message": "no such parameter"}, "bad_request", False),

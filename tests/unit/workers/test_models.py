@@ -1,12 +1,15 @@
 """Model functions of the application, and the provider that serves them."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from turnmill.protocol.content import (
+    Cost,
     ErrorInfo,
     FilePart,
     Message,
@@ -86,7 +89,8 @@ async def test_reasoning_text_and_calls_keep_the_order_in_which_they_began() -> 
 
     events = await stream(think)
     assert events[2] == ReasoningDelta(kind="signature", data={"signature": "s"}, step_number=2)
-    assert events[-5:-1] == [
+    assert events[-2] == Usage(input_tokens=3)
+    assert events[-6:-2] == [
         ToolCallStarted(step_number=2, index=0, tool_call_id="call_1_0", name="weather"),
         ToolCallDelta(step_number=2, index=0, tool_call_id="call_1_0", arguments_delta='{"city":"Oslo"}'),
         ToolCallStarted(step_number=2, index=1, tool_call_id="mine", name="weather"),
@@ -248,3 +252,71 @@ def sync_function(request: ModelRequest) -> str:
 def test_a_function_that_cannot_be_a_model_is_refused(name: Any, function: Any, message: str) -> None:
     with pytest.raises(DefinitionError, match=message):
         model(name)(function)
+
+
+async def test_a_function_may_answer_with_a_dict() -> None:  # AE-14
+    call = {"name": "weather", "arguments": {"city": "Oslo"}}
+    answer = {"content": "Wait.", "tool_calls": [call, {"id": "mine", "name": "weather"}], "usage": {"input_tokens": 3}}
+    completed = (await stream(returning(answer)))[-1]
+    assert completed == Completed(
+        message=Message(
+            role="assistant",
+            content=[
+                TextPart("Wait."),
+                ToolCallPart(ToolCall(id="call_1_0", name="weather", arguments={"city": "Oslo"})),
+                ToolCallPart(ToolCall(id="mine", name="weather")),
+            ],
+        ),
+        finish_reason="tool_calls",
+        usage=Usage(input_tokens=3),
+    )
+    text = (await stream(returning({"content": "4 degrees", "tool_calls": None})))[-1]
+    assert (text.message.content, text.finish_reason) == ("4 degrees", "stop")
+    nothing = (await stream(returning({"content": None, "tool_calls": []})))[-1]
+    assert nothing.message.content == ""
+
+
+async def test_a_generator_may_yield_a_dict_and_calls_as_the_api_has_them() -> None:  # AE-14
+    @model("test")
+    async def answer(request: ModelRequest) -> AsyncIterator[Any]:
+        function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+        yield {"content": "Wait.", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+
+    completed = (await stream(answer))[-1]
+    assert completed.message.tool_calls == [ToolCall(id="a", name="weather", arguments={"city": "Oslo"})]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"text": "x"}, "unknown field `text`"),
+        ({"content": 5}, r"\$\.content"),
+        ({"tool_calls": [{"arguments": {}}]}, "a tool call without a name"),
+        ({"role": "user", "content": "x"}, r"\$\.role"),
+    ],
+)
+async def test_a_dict_that_is_no_answer_is_refused(answer: dict[str, Any], said: str) -> None:
+    info = await failure(returning(answer))
+    assert info.kind == "provider_error"
+    assert re.search(said, info.message), info.message
+
+
+async def test_arguments_that_are_no_object_are_told_to_the_model() -> None:
+    calls = [{"name": "weather", "arguments": "{"}, {"name": "weather", "arguments": [1]}]
+    (first, second) = (await stream(returning({"tool_calls": calls})))[-1].message.tool_calls
+    assert (first.error or "").startswith("the arguments are no JSON object")
+    assert second.error == "the arguments are no JSON object"
+
+
+async def test_usage_and_cost_are_told_as_they_come() -> None:  # LC-14
+    cost = Cost(total=Decimal("0.1"), source="provider")
+
+    @model("test")
+    async def answer(request: ModelRequest) -> AsyncIterator[Any]:
+        yield Usage(input_tokens=3)
+        yield "hi"
+        yield cost
+
+    *events, completed = await stream(answer)
+    assert events == [Usage(input_tokens=3), TextDelta(text="hi", step_number=2), cost]
+    assert (completed.usage, completed.cost) == (Usage(input_tokens=3), cost)

@@ -150,7 +150,7 @@ class Consumer:
         self._keys = keys
         self._settings = settings
         self._concurrency = concurrency
-        self._takes = takes
+        self._readable = (Unreadable, takes)
         self._handler = handler
         self._wire: WireFormat = wire
         self._streams = {keys_.base + queue: keys_.partition for queue in queues for keys_ in keys.partitions}
@@ -272,7 +272,7 @@ class Consumer:
         if not fields:
             return Unreadable("deleted while it was pending", "", b"")
         task = TASK_CODEC.decode_fields(fields)
-        if isinstance(task, Unreadable | self._takes):
+        if isinstance(task, self._readable):
             return task
         return unreadable(f"a {task.type} does not belong into this stream", fields[TYPE_FIELD], fields[BODY_FIELD])
 

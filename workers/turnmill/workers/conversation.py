@@ -34,16 +34,24 @@ async def read_conversation(
 
     Raises `ConversationLost` where entries are missing, `EngineUnavailable` where they cannot be read.
     """
-    segments = [*view, (0, view_end, messages)] if view else [(0, view_end, messages)]
-    wanted = [segment for segment in segments if segment[1] < segment[2]]
+    if not view and view_end < messages:  # a plain conversation: one list, one answer
+        entries = await engine.call("LRANGE", keys.transcript(session_id), view_end, messages - 1)
+        _check(entries, (0, view_end, messages), session_id)
+        return await resolve_messages(engine, keys, [decode_message(entry) for entry in entries])
+    wanted = [segment for segment in (*view, (0, view_end, messages)) if segment[1] < segment[2]]
     lists = (keys.transcript(session_id), keys.replacements(session_id))
     pieces = await asyncio.gather(
         *[engine.call("LRANGE", lists[number], first, end - 1) for number, first, end in wanted]
     )
-    for (number, first, end), entries in zip(wanted, pieces, strict=True):
-        if len(entries) != end - first:
-            raise ConversationLost(
-                f"{'the transcript' if number == 0 else 'the list of replacements'} of session {session_id} holds "
-                f"{first + len(entries)} of {end} messages"
-            )
+    for segment, entries in zip(wanted, pieces, strict=True):
+        _check(entries, segment, session_id)
     return await resolve_messages(engine, keys, [decode_message(entry) for entries in pieces for entry in entries])
+
+
+def _check(entries: Sequence[bytes], segment: Segment, session_id: str) -> None:
+    number, first, end = segment
+    if len(entries) != end - first:
+        raise ConversationLost(
+            f"{'the transcript' if number == 0 else 'the list of replacements'} of session {session_id} holds "
+            f"{first + len(entries)} of {end} messages"
+        )

@@ -1,4 +1,8 @@
-"""The LLM worker: a model task in, live events to the channel while the model speaks, one reply out."""
+"""The LLM worker: a model task in, live events to the channel while the model speaks, one reply out.
+
+A task may also ask for a shorter conversation in place of an answer; its reply then says what stands for it. Whatever
+becomes of a call, its reply tells what it used and cost, as far as that is known.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,32 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import jsonschema_rs
 import msgspec
 
 from turnmill.protocol.abort_signal import AbortSignal, call_in_loop
 from turnmill.protocol.codec import WireFormat
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.content import ErrorInfo, Message, ToolCall, ToolCallPart, Usage
+from turnmill.protocol.content import ErrorInfo, Message
 from turnmill.protocol.errors import ErrorKind, Superseded
-from turnmill.protocol.events import ReasoningDelta, TextDelta
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
-from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ModelReply, ModelTask
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan
 
 from .cancellation import Cancellations
-from .consumer import Consumer
+from .compaction import Urgency, View, entries_of, plan_shortening
+from .consumer import Consumer, aborted_error
 from .conversation import ConversationLost, read_conversation
 from .deltas import DeltaPublisher
+from .model_call import Heard, call_model, find_provider
+from .output_check import OutputCheck
+from .prices import Prices
 from .providers.base import Completed, Live, ProviderError, ProviderRequest, ProviderSet
+from .summary import Summarizer, shortened
 from .telemetry import Observation, observed
 
-_log = get_logger(__name__)
 _decode_plan = msgspec.json.Decoder(Plan).decode
 _CACHED_PLANS_MAX = 1000
-
-
-class Heard:
-    """What has come of an answer so far: it is kept where the turn is stopped."""
-
-    __slots__ = ("_reasoning", "_text", "model", "usage")
-
-    def __init__(self) -> None:
-        self.model: str | None = None
-        self.usage: Usage | None = None
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-
-    def add(self, item: Live) -> None:
-        if isinstance(item, TextDelta):
-            self._text.append(item.text)
-        elif isinstance(item, ReasoningDelta) and item.text:
-            self._reasoning.append(item.text)
-
-    def message(self) -> Message | None:
-        """The text as an assistant's message; None where there is none. Calls were never complete, and reasoning
-        without its answer is refused by some providers."""
-        text = "".join(self._text)
-        return Message(role="assistant", content=text, model=self.model) if text else None
 
 
 def _expire(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
@@ -82,7 +63,8 @@ class LLMWorker:
         self._providers = providers
         self._wire: WireFormat = settings.wire
         self._bytes_max = settings.event_bytes_max
-        self._plans: dict[str, tuple[Plan, dict[str, jsonschema_rs.Validator]]] = {}
+        self._prices = Prices.from_settings(settings)
+        self._plans: dict[str, tuple[Plan, OutputCheck]] = {}
         self._streams_open = 0
         self.consumer = Consumer(
             engine,
@@ -103,9 +85,11 @@ class LLMWorker:
 
     async def run(self) -> None:
         """Until `stop`; then the providers' connections are closed."""
+        loading = asyncio.create_task(asyncio.to_thread(self._prices.load_for, self._providers.names))
         try:
             await self.consumer.run()
         finally:
+            await loading
             await self._providers.close()
 
     async def _handle(self, task: ModelTask, partition: int, cancelled: AbortSignal) -> ModelReply:
@@ -132,95 +116,105 @@ class LLMWorker:
             async with limit:
                 # Stopping ends the same block as the deadline does: closing the stream closes the connection.
                 forget = cancelled.when_set(lambda: call_in_loop(loop, _expire, limit, loop))
-                completed, plan, validators = await self._stream(task, keys, publisher, heard, span)
+                plan, check = self._plans.get(task.plan) or await self._load_plan(keys, task)
+                span.subject = plan.agent.model
+                messages = await self._messages(keys, task)
+                if task.compact:
+                    view = await self._shorten(task, plan, messages, heard)
+                    return self._reply(task, heard, view=view.segments, replacements=view.replacements)
+                completed = await self._answer(task, plan, messages, publisher, heard, span)
             tail = await publisher.finish()
-        except TimeoutError:
-            if not limit.expired():
+        except (TimeoutError, ProviderError) as error:
+            if not isinstance(error, ProviderError) and not limit.expired():
                 raise
             await publisher.discard()
-            return self._not_completed(task, heard, cancelled)
-        except ProviderError as error:
-            await publisher.discard()
-            return self._with_price(task.answer(ModelReply, error=error.info, usage=error.usage or heard.usage), heard)
+            return self._failure(task, error, heard, cancelled)
         finally:
             if forget is not None:
                 forget()
             self._streams_open -= 1
-        return self._answer(task, completed, plan, validators, tail, heard)
-
-    def _not_completed(self, task: ModelTask, heard: Heard, cancelled: AbortSignal) -> ModelReply:
-        """The deadline has passed, or the turn was stopped: then what was heard is told."""
-        if cancelled.is_set():
-            info = ErrorInfo(kind=ErrorKind.ABORTED, message=cancelled.reason or "the turn was stopped")
-            return self._with_price(
-                task.answer(ModelReply, error=info, message=heard.message(), usage=heard.usage), heard
-            )
-        text = "the model call was not complete by its deadline (model_timeout)"
-        info = ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True)
-        return self._with_price(task.answer(ModelReply, error=info, usage=heard.usage), heard)
-
-    def _answer(
-        self,
-        task: ModelTask,
-        completed: Completed,
-        plan: Plan,
-        validators: dict[str, jsonschema_rs.Validator],
-        tail: list[dict[str, Any]],
-        heard: Heard,
-    ) -> ModelReply:
-        message = _with_checked_calls(completed.message, validators)
-        return task.answer(
-            ModelReply,
-            message=message,
+        return self._reply(
+            task,
+            heard,
+            message=check.with_checked_calls(completed.message),
             finish_reason=completed.finish_reason,
-            usage=completed.usage or heard.usage,
             tail=tail,
-            model=heard.model,
+            output_error=check.answer_error(completed.message),
         )
 
-    def _with_price(self, reply: ModelReply, heard: Heard) -> ModelReply:
-        return msgspec.structs.replace(reply, model=heard.model)
+    def _failure(
+        self, task: ModelTask, error: TimeoutError | ProviderError, heard: Heard, cancelled: AbortSignal
+    ) -> ModelReply:
+        """What a provider's error, the deadline, or the end of the turn leaves: only then what was heard is told."""
+        if cancelled.is_set():
+            return self._reply(task, heard, error=aborted_error(cancelled), message=heard.message())
+        if isinstance(error, ProviderError):
+            return self._reply(task, heard, error=error.info)
+        text = "the model call was not complete by its deadline (model_timeout)"
+        return self._reply(task, heard, error=ErrorInfo(kind=ErrorKind.TIMEOUT, message=text, retryable=True))
 
-    async def _stream(
-        self, task: ModelTask, keys: PartitionKeys, publisher: DeltaPublisher, heard: Heard, span: Observation
-    ) -> tuple[Completed, Plan, dict[str, jsonschema_rs.Validator]]:
-        plan, validators = self._plans.get(task.plan) or await self._load_plan(keys, task)
-        messages = await self._messages(keys, task)
-        heard.model = span.subject = plan.agent.model
-        prefix, _, model = plan.agent.model.partition(":")
-        provider = self._providers.get(prefix)
-        if provider is None:
-            raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=self._no_provider(plan.agent.model)))
+    def _reply(self, task: ModelTask, heard: Heard, **fields: Any) -> ModelReply:
+        return task.answer(ModelReply, usage=heard.usage, cost=heard.price(self._prices), model=heard.model, **fields)
+
+    async def _answer(
+        self,
+        task: ModelTask,
+        plan: Plan,
+        messages: list[Message],
+        publisher: DeltaPublisher,
+        heard: Heard,
+        span: Observation,
+    ) -> Completed:
+        agent = plan.agent
+        heard.model = agent.model
+        provider, model = find_provider(self._providers, agent.model)
         request = ProviderRequest(
             model=model,
             messages=messages,
-            system=plan.agent.system,
+            system=agent.system,
             tools=list(plan.tools.values()) if task.with_tools else [],
-            tool_choice=plan.agent.tool_choice,
-            options=plan.agent.provider_options.get(prefix, {}),
+            tool_choice=agent.tool_choice,
+            options=agent.provider_options.get(agent.model.partition(":")[0], {}),
+            reasoning=agent.reasoning,
+            output_schema=agent.output.schema if agent.output is not None else None,
+            output_name=agent.output.name if agent.output is not None else "response",
             turn_id=task.turn_id,
             session_id=task.session_id,
             step_number=task.step_number,
             attempt=task.attempt,
         )
-        stream = provider.stream(request)
-        try:
-            async for item in stream:
-                if isinstance(item, Completed):
-                    return item, plan, validators
-                if isinstance(item, Usage):
-                    heard.usage = item
-                    continue
-                if span.is_active:
-                    span.live(item)
-                heard.add(item)
-                publisher.add(item)
-        finally:
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
-        text = f"the provider of {plan.agent.model!r} ended its stream without completing it"
-        raise ProviderError(ErrorInfo(kind=ErrorKind.STREAM_BROKEN, message=text, retryable=True))
+
+        def told(item: Live) -> None:
+            span.live(item)
+            publisher.add(item)
+
+        return await call_model(provider, request, heard, told if span.is_active else publisher.add)
+
+    async def _shorten(self, task: ModelTask, plan: Plan, messages: list[Message], heard: Heard) -> View:
+        """The view that stands for the conversation from now on. Raises `ProviderError` where there is no shorter one."""
+        policy = plan.agent.compaction
+        entries = entries_of(messages, task.view, task.view_end)
+        shortening = plan_shortening(entries, policy, task.turn_id, _urgency(task))
+        if shortening is None:
+            raise ProviderError(_nothing_left())
+
+        async def ask(request: ProviderRequest) -> Completed:
+            call = Heard(policy.summarizer)
+            try:
+                provider, model = find_provider(self._providers, policy.summarizer or "")
+                request = msgspec.structs.replace(request, model=model)
+                return await call_model(provider, request, call, lambda _: None)
+            finally:
+                heard.include(call, self._prices)
+
+        request = ProviderRequest(
+            model="", messages=[], turn_id=task.turn_id, session_id=task.session_id, step_number=task.step_number
+        )
+        summarizer = Summarizer(ask, request, plan.agent.retry, policy.instructions)
+        view = await shortened(entries, shortening, task.turn_id, summarizer, policy.tool_output_bytes)
+        if view is None:
+            raise ProviderError(_nothing_left())
+        return view
 
     def _publisher(self, task: ModelTask, keys: PartitionKeys) -> DeltaPublisher:
         return DeltaPublisher(
@@ -234,14 +228,17 @@ class LLMWorker:
             wire=self._wire,
         )
 
-    async def _load_plan(self, keys: PartitionKeys, task: ModelTask) -> tuple[Plan, dict[str, jsonschema_rs.Validator]]:
+    async def _load_plan(self, keys: PartitionKeys, task: ModelTask) -> tuple[Plan, OutputCheck]:
         """A plan is content-addressed: what was read once holds for ever."""
         body = await self._engine.call("GET", keys.plan(task.plan))
         if body is None:
             text = f"the plan {task.plan} of turn {task.turn_id} is gone (TURNMILL_PLAN_TTL)"
             raise ProviderError(ErrorInfo(kind=ErrorKind.STATE_LOST, message=text))
         plan = _decode_plan(body)
-        loaded = plan, {name: jsonschema_rs.validator_for(spec.schema) for name, spec in plan.tools.items()}
+        try:
+            loaded = plan, OutputCheck(plan)
+        except ValueError as error:
+            raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=str(error))) from error
         while len(self._plans) >= _CACHED_PLANS_MAX:
             del self._plans[next(iter(self._plans))]
         self._plans[task.plan] = loaded
@@ -261,44 +258,17 @@ class LLMWorker:
             messages = [*messages[:place], *task.injected, *messages[place:]]
         return messages
 
-    def _no_provider(self, model: str) -> str:
-        known = ", ".join(self._providers.names) or "none"
-        return (
-            f"this LLM worker has no provider for the model {model!r}; it has: {known}. "
-            "Name models as provider:model, and give the worker the provider's key or its entry in turnmill.toml"
-        )
+
+def _urgency(task: ModelTask) -> Urgency:
+    """A view that nothing was added to is one that was refused as well."""
+    if not task.overflow:
+        return Urgency.EARLY
+    return Urgency.REFUSED_AGAIN if task.view and task.view_end == task.messages else Urgency.REFUSED
 
 
-def _with_checked_calls(message: Message, validators: dict[str, jsonschema_rs.Validator]) -> Message:
-    """The message with every call's arguments checked against its tool's schema, before any worker sees them."""
-    if isinstance(message.content, str):
-        return message
-    parts = [
-        ToolCallPart(_checked(part.tool_call, validators)) if isinstance(part, ToolCallPart) else part
-        for part in message.content
-    ]
-    return msgspec.structs.replace(message, content=parts)
-
-
-def _checked(call: ToolCall, validators: dict[str, jsonschema_rs.Validator]) -> ToolCall:
-    if call.error is None and not _is_portable(call.arguments):
-        return msgspec.structs.replace(call, arguments={}, error="an integer of more than 64 bits")
-    validator = validators.get(call.name)
-    if validator is None or call.error is not None or validator.is_valid(call.arguments):
-        return call
-    reasons = [_reason(error) for _, error in zip(range(5), validator.iter_errors(call.arguments), strict=False)]
-    return msgspec.structs.replace(call, error="; ".join(reasons))
-
-
-def _is_portable(value: Any) -> bool:
-    """Whether every integer fits 64 bits: no other language, and no state record, could carry it."""
-    if isinstance(value, dict):
-        return all(_is_portable(item) for item in value.values())
-    if isinstance(value, list):
-        return all(_is_portable(item) for item in value)
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
-
-
-def _reason(error: jsonschema_rs.ValidationError) -> str:
-    path = ".".join(str(part) for part in error.instance_path)
-    return f"{path}: {error.message}" if path else error.message
+def _nothing_left() -> ErrorInfo:
+    text = (
+        "the conversation is too long for the model, and nothing is left to shorten: its tool results are short, and its "
+        "older messages are summed up or the agent's compaction names no summarizer"
+    )
+    return ErrorInfo(kind=ErrorKind.CONTEXT_OVERFLOW, message=text)

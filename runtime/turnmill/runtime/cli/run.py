@@ -133,18 +133,21 @@ async def _start(client: Client, request: Request, spec: AgentSpec) -> Turn:
     from turnmill.protocol.errors import CommandRefusedError, IdempotencyConflictError
     from turnmill.protocol.specs import content_hash
 
+    from .hints import Hints
     from .lookup import live_turn_of
 
+    # By its version: a coordinator may remember for a moment what the bare name meant before.
+    reference = f"{spec.name}@{content_hash(spec)}"
     try:
-        return await client.turn(
-            # By its version: a coordinator may remember for a moment what the bare name meant before.
-            f"{spec.name}@{content_hash(spec)}",
-            request.text,
-            session=request.session,
-            options=_turn_options(request, spec),
-            on_busy=request.on_busy,
-            idempotency_key=request.idempotency_key,
-        )
+        async with Hints(client):
+            return await client.turn(
+                reference,
+                request.text,
+                session=request.session,
+                options=_turn_options(request, spec),
+                on_busy=request.on_busy,
+                idempotency_key=request.idempotency_key,
+            )
     except IdempotencyConflictError:
         raise
     except CommandRefusedError as error:

@@ -3,6 +3,8 @@
 A provider turns one request into a stream: live events as they come (`TextDelta`, `ReasoningDelta`, `ToolCallStarted`,
 `ToolCallDelta`), then exactly one `Completed`. Everything that goes wrong is a `ProviderError`; a stream that ends
 without `Completed` is a bug of the provider's adapter.
+
+A `Usage` or `Cost` in between is what is known by then: it is told of a call that is stopped or fails.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from turnmill.protocol.content import ErrorInfo, Message, Usage
+from turnmill.protocol.content import Cost, ErrorInfo, Message, Usage
 from turnmill.protocol.errors import TurnmillError
 from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
-from turnmill.protocol.specs import ToolSpec
+from turnmill.protocol.specs import Reasoning, ToolSpec
 
 
 class ProviderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `model` is the name behind the provider's prefix; `tools` are what may be called, maybe none.
+
+    With `output_schema` the answer is to be JSON of that schema, under `output_name` where the provider wants a name.
+    `options` are the provider's own, and win over what is made of the other fields.
 
     `turn_id`, `step_number` and `attempt` are for logs and deterministic fakes; they are not sent to the provider.
     """
@@ -30,6 +35,9 @@ class ProviderRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[ToolSpec] = []
     tool_choice: str | None = None
     options: dict[str, Any] = {}
+    reasoning: Reasoning | None = None
+    output_schema: dict[str, Any] | None = None
+    output_name: str = "response"
     turn_id: str = ""
     session_id: str = ""
     step_number: int = 1
@@ -40,15 +48,17 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a stream: the whole assistant message (parts in the order they began), and what is known about it.
 
     `finish_reason` is one of stop, length, tool_calls, content_filter, refusal, pause, other. Calls in the message make
-    it `tool_calls` whatever the provider's word was, unless they were cut off by `length`.
+    it `tool_calls` whatever the provider's word was, unless they were cut off by `length`. `cost` is the provider's own word.
     """
 
     message: Message
     finish_reason: str
     usage: Usage | None = None
+    cost: Cost | None = None
 
 
 Live: TypeAlias = TextDelta | ReasoningDelta | ToolCallStarted | ToolCallDelta
+Streamed: TypeAlias = Live | Usage | Cost | Completed
 
 
 class ProviderError(TurnmillError):
@@ -62,10 +72,9 @@ class ProviderError(TurnmillError):
 
 
 class Provider(Protocol):
-    """Closing the iterator closes the connection to the provider. A `Usage` in mid-stream is what is known by then, for
-    a call that is stopped or fails."""
+    """Closing the iterator closes the connection to the provider."""
 
-    def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Usage | Completed]: ...
+    def stream(self, request: ProviderRequest) -> AsyncIterator[Streamed]: ...
 
     async def close(self) -> None: ...
 

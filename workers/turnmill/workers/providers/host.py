@@ -1,6 +1,6 @@
 """Serves the application's model functions as the provider `host`.
 
-A function says text, reasoning, tool calls and usage in any order; the assembly tells the watchers of each as it comes
+A function says text, reasoning, tool calls, usage and cost in any order; the assembly tells the watchers of each as it comes
 and keeps the assistant's message whole. What the function raises is a failed model call with its words, not retried,
 because only the function knows whether that helps: it raises a `ProviderError` to ask for it.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
 from turnmill.protocol.content import (
+    Cost,
     ErrorInfo,
     FilePart,
     ImagePart,
@@ -28,9 +29,11 @@ from turnmill.protocol.content import (
 )
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
-from turnmill.workers.models import HostModel, generated_call_id
+from turnmill.workers.models import HostModel, generated_call_id, message_of
 
-from .base import Completed, Live, ProviderError, ProviderRequest
+from .base import Completed, Live, ProviderError, ProviderRequest, Streamed
+
+Told: TypeAlias = Live | Usage | Cost
 
 
 class HostProvider:
@@ -39,7 +42,7 @@ class HostProvider:
     def __init__(self, models: Iterable[HostModel]) -> None:
         self._models = {model.name: model for model in models}
 
-    async def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Completed]:
+    async def stream(self, request: ProviderRequest) -> AsyncIterator[Streamed]:
         model = self._find(request.model)
         assembly = _Assembly(request)
         try:
@@ -92,16 +95,17 @@ class _Assembly:
         self._reasoning: list[ReasoningPart] = []
         self._calls = 0
         self._usage: Usage | None = None
+        self._cost: Cost | None = None
         self._finish_reason = "stop"
         self._metadata: dict[str, Any] = {}
 
-    def add_all(self, returned: Any) -> list[Live]:
+    def add_all(self, returned: Any) -> list[Told]:
         """What a function returned at once."""
         if isinstance(returned, Sequence) and not isinstance(returned, str):
             return [event for item in returned for event in self.add(item)]
         return self.add(returned)
 
-    def add(self, item: Any) -> list[Live]:
+    def add(self, item: Any) -> list[Told]:
         """Take one thing in; returns what watchers are told of it."""
         match item:
             case str():
@@ -120,14 +124,22 @@ class _Assembly:
                 return self._add_call(item.tool_call)
             case Usage():
                 self._usage = item
+                return [item]
+            case Cost():
+                self._cost = item
+                return [item]
             case ImagePart() | FilePart():
                 self._close_parts()
                 self._parts.append(item)
             case Message():
                 return self._add_message(item)
+            case dict():
+                return self._add_message(message_of(item))
             case _:
                 kind = type(item).__name__
-                raise TypeError(f"it gave a {kind}, not text, a ReasoningDelta, a ToolCall, a Usage or a Message")
+                raise TypeError(
+                    f"it gave a {kind}, not text, a ReasoningDelta, a ToolCall, a Usage, a Message or a dict"
+                )
         return []
 
     def completed(self) -> Completed:
@@ -141,24 +153,25 @@ class _Assembly:
             message=Message(role="assistant", content=content, metadata=self._metadata),
             finish_reason="tool_calls" if self._calls else self._finish_reason,
             usage=self._usage,
+            cost=self._cost,
         )
 
-    def _add_message(self, message: Message) -> list[Live]:
+    def _add_message(self, message: Message) -> list[Told]:
         if message.role != "assistant":
             raise ValueError(f"it gave a message of the role {message.role!r}, not 'assistant'")
-        self._usage = message.usage or self._usage
+        self._usage, self._cost = message.usage or self._usage, message.cost or self._cost
         self._finish_reason = message.finish_reason or self._finish_reason
         self._metadata = message.metadata
         return self.add(message.content) if isinstance(message.content, str) else self.add_all(message.content)
 
-    def _add_text(self, text: str) -> list[Live]:
+    def _add_text(self, text: str) -> list[Told]:
         if not text:
             return []
         self._close_reasoning()
         self._text.append(text)
         return [TextDelta(text=text, step_number=self._request.step_number)]
 
-    def _add_reasoning(self, delta: ReasoningDelta) -> list[Live]:
+    def _add_reasoning(self, delta: ReasoningDelta) -> list[Told]:
         self._close_text()
         self._reasoning.append(ReasoningPart(text=delta.text or "", provider=delta.provider, data=delta.data))
         return [msgspec.structs.replace(delta, step_number=self._request.step_number)]
@@ -172,7 +185,7 @@ class _Assembly:
             step_number=self._request.step_number,
         )
 
-    def _add_call(self, call: ToolCall) -> list[Live]:
+    def _add_call(self, call: ToolCall) -> list[Told]:
         self._close_parts()
         index, step_number = self._calls, self._request.step_number
         self._calls += 1

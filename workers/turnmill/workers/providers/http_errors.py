@@ -33,8 +33,8 @@ _KIND_BY_STATUS = {
     529: ErrorKind.OVERLOADED,
 }
 _CONTEXT_OVERFLOW = re.compile(
-    r"context[_ ](length|window|size|limit)|exceed_context|max(imum)? context|(prompt|input|request) (is )?too long"
-    r"|too many (input )?tokens|reduce the length|input token count"
+    r"context[_ ](length|window|size|limit)|exceed_context|max(imum)? (context|prompt length)"
+    r"|(prompt|input|request) (is )?too long|max_new_tokens`? must be|too many (input )?tokens|reduce the length|input token count"
 )
 _CONTENT_FILTER = re.compile(
     r"content[_ ](filter|policy|management policy)|responsible_?ai|moderation|flagged|safety[_ ](system|filter)"

@@ -14,7 +14,7 @@ import msgspec
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import ErrorKind, MessageTooLarge
 
-from .base import Completed, Live, ProviderError, ProviderRequest
+from .base import Live, ProviderError, ProviderRequest, Streamed
 from .http_client import BODY_BYTES_MAX, HttpClient, HttpResponse, StreamTimeouts
 from .http_errors import error_info, read_problem_body
 from .openai_chat_reply import Reply
@@ -54,13 +54,13 @@ class OpenAIChat:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._headers.update(headers or {})
 
-    async def stream(self, request: ProviderRequest) -> AsyncGenerator[Live | Completed, None]:
+    async def stream(self, request: ProviderRequest) -> AsyncGenerator[Streamed, None]:
         body = msgspec.json.encode(build_body(request, self._provider_name))
         reply = Reply(request, self._provider_name)
         async with self._client.post(self._url, self._headers, body, self._timeouts) as response:
             if not response.is_success:
                 raise await _read_refusal(response)
-            reader = BodyReader(reply)
+            reader, told = BodyReader(reply), reply.usage
             while not reply.is_done:
                 chunk = await _read(response, reply)
                 live = reader.feed(chunk) if chunk else reader.close()
@@ -68,6 +68,12 @@ class OpenAIChat:
                     response.note_progress()
                 for event in live:
                     yield event
+                if reply.usage is not told and not (reply.is_finished and reply.failure is None):
+                    # Most tell it once the answer is whole, but a call may end before that.
+                    told = reply.usage
+                    for known in (reply.usage, reply.cost):
+                        if known is not None:
+                            yield known
                 if reply.failure is not None:
                     raise reply.failure
                 if not chunk:

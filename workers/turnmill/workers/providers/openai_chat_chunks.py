@@ -7,11 +7,12 @@ What the strict decoder refuses is read once more by the standard library's, whi
 from __future__ import annotations
 
 import json
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
 
-from turnmill.protocol.content import Usage
+from turnmill.protocol.content import Cost, Usage
 
 
 class Function(msgspec.Struct, gc=False):
@@ -79,6 +80,22 @@ def read_usage(value: dict[str, Any]) -> Usage:
     )
 
 
+def read_cost(value: dict[str, Any]) -> Cost | None:
+    """What a relay says the call cost, in US dollars: a number, or an object with the parts. None where it says nothing."""
+    cost = value.get("cost")
+    if not isinstance(cost, dict):
+        cost = {"total_cost": cost}
+    total = _amount(cost.get("total_cost"))
+    if total is None:
+        return None
+    return Cost(
+        input=_amount(cost.get("input_tokens_cost")),
+        output=_amount(cost.get("output_tokens_cost")),
+        total=total,
+        source="provider",
+    )
+
+
 def decode_chunk(data: bytes) -> Chunk | None:
     """A chunk, or None for JSON that is no object (keep-alives). Raises `ValueError` for what is no JSON or no chunk."""
     try:
@@ -128,6 +145,17 @@ def _object(value: Any) -> dict[str, Any]:
 
 def _count(value: Any) -> int:
     return max(0, int(value)) if isinstance(value, (int, float)) else 0
+
+
+def _amount(value: Any) -> Decimal | None:
+    """A number as it was written, which its shortest text is."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        amount = Decimal(str(value))
+    except InvalidOperation:
+        return None
+    return amount if amount.is_finite() and amount >= 0 else None
 
 
 def _first_count(*values: Any) -> int:

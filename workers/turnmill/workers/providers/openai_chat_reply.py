@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from turnmill.protocol.content import (
+    Cost,
     ErrorInfo,
     Message,
     Part,
@@ -32,7 +33,17 @@ from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, T
 from .base import Completed, Live, ProviderError, ProviderRequest
 from .http_errors import Problem, error_info, read_problem, read_problem_body, shorten
 from .openai_chat_calls import CallBuilder, arguments_text
-from .openai_chat_chunks import CallDelta, Choice, Chunk, Delta, Function, decode_any, decode_chunk, read_usage
+from .openai_chat_chunks import (
+    CallDelta,
+    Choice,
+    Chunk,
+    Delta,
+    Function,
+    decode_any,
+    decode_chunk,
+    read_cost,
+    read_usage,
+)
 from .openai_chat_request import REASONING_DETAILS, REASONING_FIELD, THINKING_PARTS
 from .sse import SseEvent
 
@@ -67,7 +78,8 @@ class Reply:
         self._parts: list[list[str] | _Reasoning | CallBuilder] = []
         self._refused = False
         self._finish_word = ""
-        self._usage: Usage | None = None
+        self.usage: Usage | None = None
+        self.cost: Cost | None = None
         self._model = ""
         self._choice_seen = False
         self.is_done = False
@@ -108,11 +120,11 @@ class Reply:
             content=parts if any(part is not self._text for part in self._parts) else "".join(self._text),
             turn_id=self._request.turn_id or None,
             step=self._step_number,
-            usage=self._usage,
+            usage=self.usage,
             finish_reason=finish,
             model=self._model or self._request.model,
         )
-        return Completed(message=message, finish_reason=finish, usage=self._usage)
+        return Completed(message=message, finish_reason=finish, usage=self.usage, cost=self.cost)
 
     def _take_json(self, data: bytes) -> list[Live]:
         try:
@@ -275,7 +287,7 @@ class Reply:
 
     def _take_usage(self, value: Any) -> None:
         if value and isinstance(value, dict):
-            self._usage = read_usage(value)
+            self.usage, self.cost = read_usage(value), read_cost(value) or self.cost
 
     def _fail(self, problem: Problem) -> list[Live]:
         self.failure = self.failure or ProviderError(error_info(problem))

@@ -25,7 +25,7 @@ from turnmill.protocol.content import (
     ToolResult,
 )
 from turnmill.protocol.errors import ErrorKind
-from turnmill.protocol.specs import ToolSpec
+from turnmill.protocol.specs import Reasoning, ToolSpec
 
 from .base import ProviderError, ProviderRequest
 
@@ -36,10 +36,19 @@ REASONING_FIELD = "field"
 REASONING_DETAILS = "reasoning_details"
 THINKING_PARTS = "thinking"
 """The value of `REASONING_FIELD` where the reasoning came as parts of the content."""
+_ENFORCED_KEYWORDS = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "$defs"),
+        *("title", "description"),
+    }
+)
 
 
 def build_body(request: ProviderRequest, provider_name: str) -> Json:
-    """The request's body. The request's options come last and win; an option of None leaves the field out."""
+    """The request's body. The request's options come last and win; an option of None leaves the field out.
+
+    Raises `ProviderError` (bad_request) where the reasoning that is asked for cannot be said, or is said twice.
+    """
     body: Json = {
         "model": request.model,
         "messages": build_messages(request.system, request.messages, provider_name),
@@ -50,6 +59,10 @@ def build_body(request: ProviderRequest, provider_name: str) -> Json:
         body["tools"] = [_build_tool(tool) for tool in request.tools]
         if request.tool_choice:
             body["tool_choice"] = _build_tool_choice(request.tool_choice)
+    if request.output_schema is not None:
+        body["response_format"] = build_response_format(request.output_name, request.output_schema)
+    if request.reasoning is not None:
+        body["reasoning_effort"] = _read_effort(request.reasoning, request.options, provider_name)
     body.update(request.options)
     if not body["stream"]:
         body.pop("stream_options", None)
@@ -74,6 +87,43 @@ def build_messages(system: str | None, messages: Iterable[Message], provider_nam
     if attachments:
         built.append({"role": "user", "content": attachments})
     return built
+
+
+def build_response_format(name: str, schema: Json) -> Json:
+    """A schema is enforced while the model writes (`strict`) where it keeps to what can be; others are only followed."""
+    described: Json = {"name": name, "schema": schema}
+    if schema.get("type") == "object" and is_enforceable(schema):
+        described["strict"] = True
+    return {"type": "json_schema", "json_schema": described}
+
+
+def is_enforceable(schema: Any) -> bool:
+    """Whether a schema keeps to the part of JSON Schema that is enforced: objects name all their properties as required
+    and allow no others, and no keyword is used that some server refuses."""
+    if not isinstance(schema, dict) or not schema.keys() <= _ENFORCED_KEYWORDS:
+        return False
+    properties = schema.get("properties", {})
+    if schema.get("type") == "object" or properties:
+        closed = schema.get("additionalProperties") is False and set(schema.get("required", ())) == set(properties)
+        if not closed:
+            return False
+    inner = [*properties.values(), *schema.get("$defs", {}).values(), *schema.get("anyOf", ())]
+    return all(is_enforceable(each) for each in inner) and ("items" not in schema or is_enforceable(schema["items"]))
+
+
+def _read_effort(reasoning: Reasoning, options: Json, provider_name: str) -> str:
+    twice = [name for name in ("reasoning_effort", "reasoning") if options.get(name) is not None]
+    where = f"provider_options[{provider_name!r}]"
+    if twice:
+        text = f"reasoning is set twice: by the agent's `reasoning` and by {where}[{twice[0]!r}]; remove one of them"
+        raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text))
+    if reasoning.effort is None:
+        text = (
+            "this API takes an effort for reasoning, not budget_tokens: give the agent reasoning=Reasoning(effort=...), "
+            f"or write the server's own field into {where}"
+        )
+        raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text))
+    return reasoning.effort
 
 
 def _build_message(message: Message, provider_name: str) -> Json:

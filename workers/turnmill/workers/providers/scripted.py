@@ -5,7 +5,8 @@ message, clamped to the last reply. So a retry, another worker or a restart play
 hold `${input}` (the last user message's text), `${results[0]}` and `${result}` (the first and the last of the tool
 results that the request ends with).
 
-A strict script rejects, as real providers do, a history in which a tool call lacks its result.
+A strict script rejects, as real providers do, a history in which a tool call lacks its result; one with a window, what is
+longer than that.
 
 Scripts are Python objects in the application, or a JSON file: `{"<name>": {"strict": false, "replies": [{"text": "hi"}]}}`.
 """
@@ -24,6 +25,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from turnmill.protocol.content import (
+    Cost,
     ErrorInfo,
     Message,
     Part,
@@ -39,7 +41,9 @@ from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, T
 from turnmill.protocol.keys import valid_name
 from turnmill.workers.models import generated_call_id
 
-from .base import Completed, Live, ProviderError, ProviderRequest
+from .base import Completed, Live, ProviderError, ProviderRequest, Streamed
+from .scripted_checks import history_fault as history_fault
+from .scripted_checks import refuse_overflow, result_text
 
 REQUESTS_MAX = 10_000
 """Requests that a provider remembers; the oldest are forgotten first."""
@@ -63,9 +67,11 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the model answers to one request: reasoning, then text, then tool calls.
 
     `chunks` are the pieces the text comes in: the pieces themselves, or into how many `text` is split. `fragments` splits
-    each call's arguments, the calls' fragments interleaved; 0 gives calls whole, without live events. Delays are before the first event and between events. `error`
-    comes first, or after `error_after_chunks` events; `cut` ends the stream without a finish. `attempts` are replies for
-    the first, second, ... attempt at the request, the last one for all further ones.
+    each call's arguments, the calls' fragments interleaved; 0 gives calls whole, without live events. Delays are before the
+    first event and between events. `error` comes first, or after `error_after_chunks` events; `cut` ends the stream without
+    a finish. `attempts` are replies for the first, second, ... attempt at the request, the last one for all further ones.
+    `usage` comes with the end, or after `usage_after_chunks` events, then also where the call fails or is stopped; `cost` is
+    what this provider says of it.
     """
 
     text: str = ""
@@ -74,6 +80,8 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: list[Call] = []
     fragments: int = 1
     usage: Usage | None = None
+    usage_after_chunks: int | None = None
+    cost: Cost | None = None
     finish: str | None = None
     delay_seconds: float = 0.0
     first_delay_seconds: float = 0.0
@@ -96,11 +104,16 @@ ReplyFunction: TypeAlias = Callable[[ProviderRequest], Reply | Awaitable[Reply]]
 
 class Script(msgspec.Struct, frozen=True):
     """A model by its replies. A function, in place of all replies or of one, makes the reply from the request; an async
-    one may wait, which lets a test hold a model call without sleeping."""
+    one may wait, which lets a test hold a model call without sleeping.
+
+    With a `window` longer requests fail as `context_overflow`: characters of the system prompt and of the messages' texts,
+    arguments and results.
+    """
 
     name: str
     replies: Sequence[Reply | ReplyFunction] | ReplyFunction
     strict: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if not valid_name(self.name):
@@ -151,26 +164,28 @@ class ScriptedProvider:
         self._log_path = Path(log_path) if log_path is not None else None
         self._log_file: int | None = None
 
-    async def stream(self, request: ProviderRequest) -> AsyncIterator[Live | Completed]:
+    async def stream(self, request: ProviderRequest) -> AsyncIterator[Streamed]:
         recorded = Recorded(request=request, opened_at=time.time())
         self.requests.append(recorded)
         outcome: Outcome = "error"
         try:
             script = self._find(request.model)
             _refuse_fault(script, request)
+            if script.window is not None:
+                refuse_overflow(request, script.window)
             reply = await _reply(script, request)
             message, events = _render(reply, request)
             if reply.error is not None:
                 events = events[: reply.error_after_chunks]
             if reply.first_delay_seconds:
                 await asyncio.sleep(reply.first_delay_seconds)
-            for number, event in enumerate(events):
+            for number, event in enumerate(_with_spent(reply, events)):
                 if number and reply.delay_seconds:
                     await asyncio.sleep(reply.delay_seconds)
                 yield event
             _fail_as_written(reply)
             outcome = "finished"
-            yield Completed(message=message, finish_reason=_finish_reason(reply), usage=reply.usage)
+            yield Completed(message=message, finish_reason=_finish_reason(reply), usage=reply.usage, cost=reply.cost)
         except asyncio.CancelledError:
             outcome = "cancelled"
             raise
@@ -211,7 +226,7 @@ def load_scripts(path: str | Path) -> list[Script]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"the scripts in {path} are not as expected: {error}") from error
     try:
-        return [Script(name, entry.replies, entry.strict) for name, entry in content.items()]
+        return [Script(name, entry.replies, entry.strict, entry.window) for name, entry in content.items()]
     except DefinitionError as error:
         raise ConfigurationError(f"the scripts in {path} are not as expected: {error}") from error
 
@@ -219,6 +234,7 @@ def load_scripts(path: str | Path) -> list[Script]:
 class _ScriptEntry(msgspec.Struct, forbid_unknown_fields=True):
     replies: list[Reply]
     strict: bool = False
+    window: int | None = None
 
 
 # --- reading the request
@@ -232,32 +248,6 @@ def reply_number(messages: Sequence[Message]) -> int:
             break
         number += message.role == "assistant"
     return number
-
-
-def history_fault(messages: Sequence[Message]) -> str | None:
-    """What a strict provider objects to, or None: every tool call has exactly one result directly after it, in call order."""
-    open_calls: list[str] = []
-    for position, message in enumerate(messages):
-        for result in message.tool_results:
-            if message.role != "tool":
-                return f"message {position}: a {message.role} message holds the result of {result.tool_call_id!r}"
-            if not open_calls:
-                return f"message {position}: the result of {result.tool_call_id!r} answers no open call"
-            if result.tool_call_id != open_calls[0]:
-                return f"message {position}: the result of {result.tool_call_id!r} where {open_calls[0]!r} is expected"
-            del open_calls[0]
-        if message.role == "tool":
-            if not message.tool_results:
-                return f"message {position}: a tool message without a result"
-            continue
-        if open_calls:
-            return f"message {position}: a {message.role} message where the result of {open_calls[0]!r} is expected"
-        open_calls = [call.id for call in message.tool_calls]
-        if open_calls and message.role != "assistant":
-            return f"message {position}: a {message.role} message holds the tool call {open_calls[0]!r}"
-        if len(set(open_calls)) < len(open_calls):
-            return f"message {position}: two tool calls have the same id"
-    return f"the history ends without the result of {open_calls[0]!r}" if open_calls else None
 
 
 def _refuse_fault(script: Script, request: ProviderRequest) -> None:
@@ -372,13 +362,22 @@ def _split(text: str, count: int) -> list[str]:
     return [text[len(text) * number // count : len(text) * (number + 1) // count] for number in range(count)]
 
 
+def _with_spent(reply: Reply, events: list[Live]) -> Sequence[Streamed]:
+    """The events, with what the call has cost by then where the script says so."""
+    if reply.usage_after_chunks is None:
+        return events
+    place = min(reply.usage_after_chunks, len(events))
+    spent = [known for known in (reply.usage, reply.cost) if known is not None]
+    return [*events[:place], *spent, *events[place:]]
+
+
 def _finish_reason(reply: Reply) -> str:
     return reply.finish or ("tool_calls" if reply.tool_calls else "stop")
 
 
 def _fail_as_written(reply: Reply) -> None:
     if reply.error is not None:
-        raise ProviderError(reply.error)
+        raise ProviderError(reply.error, reply.usage)
     if reply.cut:
         raise _error(ErrorKind.STREAM_BROKEN, "the stream ended without a finish reason", retryable=True)
 
@@ -398,7 +397,7 @@ def _filled(text: str, request: ProviderRequest, escape: Callable[[str], str] = 
             return escape(_last_input(request))
         results = _last_results(request)
         number = int(match[3]) if match[3] else len(results) - 1
-        return escape(_result_text(results[number])) if 0 <= number < len(results) else match[0]
+        return escape(result_text(results[number])) if 0 <= number < len(results) else match[0]
 
     return _PLACEHOLDER.sub(value, text)
 
@@ -431,15 +430,9 @@ def _last_results(request: ProviderRequest) -> list[ToolResult]:
     return [result for message in request.messages[start:] for result in message.tool_results]
 
 
-def _result_text(result: ToolResult) -> str:
-    if result.content is not None:
-        return "".join(part.text for part in result.content if isinstance(part, TextPart))
-    return result.result if isinstance(result.result, str) else msgspec.json.encode(result.result).decode()
-
-
 def _summary(recorded: Recorded) -> dict[str, Any]:
     request = recorded.request
-    return {
+    summary = {
         "model": request.model,
         "turn_id": request.turn_id,
         "session_id": request.session_id,
@@ -454,3 +447,8 @@ def _summary(recorded: Recorded) -> dict[str, Any]:
         "closed_at": recorded.closed_at,
         "outcome": recorded.outcome,
     }
+    for name in ("reasoning", "output_schema"):
+        value = getattr(request, name)
+        if value is not None:
+            summary[name] = value
+    return summary
