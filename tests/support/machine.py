@@ -12,7 +12,7 @@ It plays the store's and the workers' part, so a test only says who did what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,16 +30,27 @@ from turnmill.protocol.content import (
 )
 from turnmill.protocol.events import TERMINAL_EVENT_TYPES, Event
 from turnmill.protocol.messages import (
+    AbortTurn,
     Answer,
+    ApprovalDecision,
     CallWaiting,
+    CancelSteering,
+    DecideApprovals,
     DeliveryLost,
+    HandOff,
     ModelReply,
     ModelTask,
+    ResumeTurn,
     StartTurn,
+    SteerTurn,
+    SubTurnEnded,
     TimerFired,
     ToolProgress,
     ToolReply,
     ToolTask,
+)
+from turnmill.protocol.messages import (
+    DeleteSession as DeleteSessionCommand,
 )
 from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec
 from turnmill.runtime.effects import (
@@ -60,7 +71,7 @@ from turnmill.runtime.effects import (
     Send,
     SetTimer,
 )
-from turnmill.runtime.machine import Input, Limits, Start, advance
+from turnmill.runtime.machine import Input, Limits, Start, Transfer, advance
 from turnmill.runtime.state import SessionState, decode_state, encode_state
 from turnmill.workers.providers.scripted import history_fault
 
@@ -73,11 +84,23 @@ def call(name: str, call_id: str | None = None, *, error: str | None = None, **a
     return ToolCall(id=call_id or f"call_{name}", name=name, arguments=arguments, error=error)
 
 
+def plan_of(agent: AgentSpec, tools: Sequence[ToolSpec] = ()) -> Plan:
+    return Plan(agent=agent, tools={spec.name: spec for spec in tools})
+
+
 class Session:
     """One session, its transcript, channels and outgoing tasks."""
 
-    def __init__(self, agent: AgentSpec = AGENT, tools: Sequence[ToolSpec] = (), limits: Limits | None = None) -> None:
-        self.plans = {PLAN: Plan(agent=agent, tools={spec.name: spec for spec in tools})}
+    def __init__(
+        self,
+        agent: AgentSpec = AGENT,
+        tools: Sequence[ToolSpec] = (),
+        limits: Limits | None = None,
+        *,
+        others: Mapping[str, Plan] | None = None,
+    ) -> None:
+        """`others` are plans that a handoff may lead to, by their ids."""
+        self.plans = {PLAN: plan_of(agent, tools), **(others or {})}
         self.limits = limits or Limits()
         self.state = SessionState()
         self.now_ms = 1_000_000
@@ -95,7 +118,7 @@ class Session:
         self.cancelled: dict[str, str] = {}
         self.answers: dict[str, list[Answer]] = {}
         self.kept: list[str] = []
-        self.is_deleted = False
+        self.deletions = 0
         self.counters: dict[str, int] = {}
         self.last = Decision(self.state, [])
         self.submitted = 0
@@ -115,7 +138,8 @@ class Session:
         if isinstance(message, TimerFired):
             self.timer_ms = None  # it has left the sorted set
         if decision.discarded is not None:
-            assert decision.effects == [Count(decision.discarded)]
+            assert decision.effects[0] == Count(decision.discarded)
+            assert all(isinstance(effect, Reply) for effect in decision.effects[1:])
             assert decision.state is self.state
         self.state = decision.state
         self.live = decision.live if decision.live is not None else self.live
@@ -193,6 +217,93 @@ class Session:
     def pass_time(self, seconds: float) -> None:
         self.now_ms += int(seconds * 1000)
 
+    # --- commands
+
+    def steer(self, text: str | Message = "and this", steering_id: str = "", **fields: Any) -> str:
+        """Say something to a turn, the one that was started last if none is named; the steering's id."""
+        self.submitted += 1
+        steering_id = steering_id or f"steering-{self.submitted}"
+        message = text if isinstance(text, Message) else Message(role="user", content=text)
+        values = {"turn_id": self.turn_id, "steering_id": steering_id, "message": message, **fields}
+        self.send(SteerTurn(session_id=SESSION, **values))
+        return steering_id
+
+    def cancel_steering(self, steering_id: str, turn_id: str | None = None) -> Answer:
+        return self.command(CancelSteering, turn_id=turn_id or self.turn_id, steering_id=steering_id)
+
+    def abort(self, reason: str | None = None, turn_id: str | None = None) -> Answer:
+        return self.command(AbortTurn, turn_id=turn_id or self.turn_id, reason=reason)
+
+    def resume(self, results: Mapping[str, Any] | None = None, message: str | None = None, **fields: Any) -> Answer:
+        """Give results by call id."""
+        given = [ToolResult(tool_call_id=key, tool_name="", result=value) for key, value in (results or {}).items()]
+        said = None if message is None else Message(role="user", content=message)
+        return self.command(ResumeTurn, **{"turn_id": self.turn_id, "tool_results": given, "message": said, **fields})
+
+    def decide(self, *, reason: str | None = None, **decisions: bool) -> Answer:
+        """Approve or deny by call id."""
+        items = [ApprovalDecision(tool_call_id=key, approved=value, reason=reason) for key, value in decisions.items()]
+        return self.command(DecideApprovals, turn_id=self.turn_id, decisions=items)
+
+    def delete(self) -> str:
+        """Ask for the session's end; the request's id."""
+        self.submitted += 1
+        request_id = f"request-{self.submitted}"
+        self.send(DeleteSessionCommand(session_id=SESSION, request_id=request_id))
+        return request_id
+
+    def command(self, kind: Any, **fields: Any) -> Answer:
+        """Send a command that is answered at once; its answer."""
+        self.submitted += 1
+        request_id = fields.pop("request_id", f"request-{self.submitted}")
+        before = len(self.answers.get(request_id, ()))
+        self.send(kind(session_id=SESSION, request_id=request_id, **fields))
+        assert len(self.answers.get(request_id, ())) == before + 1, "a command is answered once"
+        return self.answers[request_id][-1]
+
+    # --- hooks, sub-turns and handoffs
+
+    @property
+    def hook_task(self) -> ToolTask:
+        """The newest task of a hook."""
+        return [task for task in self.tool_tasks if task.hook is not None][-1]
+
+    def answer_hook(self, decision: Any = None, **fields: Any) -> Decision:
+        task = self.hook_task
+        result = ToolResult(tool_call_id=task.tool_call_id, tool_name=task.tool, result=decision)
+        return self.send(self._addressed(ToolReply, task, {"result": result, "duration_seconds": 0.25, **fields}))
+
+    def fail_hook(self, message: str = "ValueError: no") -> Decision:
+        return self.answer_hook(result=None, error=ErrorInfo(kind="hook_failed", message=message))
+
+    @property
+    def children(self) -> list[StartTurn]:
+        """The commands that start sub-turns."""
+        return [message for message in self.sent if isinstance(message, StartTurn)]
+
+    def end_child(self, child: StartTurn, status: str = "finished", text: str = "", **fields: Any) -> Decision:
+        parent = child.parent
+        assert parent is not None
+        return self.send(
+            SubTurnEnded(
+                session_id=parent.session_id,
+                turn_id=parent.turn_id,
+                call=parent.call,
+                attempt=parent.attempt,
+                child_turn_id=child.turn_id,
+                status=status,
+                text=text,
+                **fields,
+            )
+        )
+
+    def hand_over(
+        self, plan_id: str = "", problem: ErrorInfo | None = None, command: HandOff | None = None
+    ) -> Decision:
+        """What the coordinator makes of the newest handoff: the plan of its agent, or why there is none."""
+        newest = [message for message in self.sent if isinstance(message, HandOff)][-1]
+        return self.send(Transfer(command or newest, plan_id, problem))
+
     # --- looks
 
     @property
@@ -258,7 +369,7 @@ class Session:
                 self.transcript.clear()
                 self.replacements.clear()
                 self.kept.clear()
-                self.is_deleted = True
+                self.deletions += 1
             case DispatchModel(task):
                 self._dispatch_model(task)
             case DispatchTool(task):
@@ -287,16 +398,25 @@ class Session:
         self.channels[publish.turn_id].append(publish.event)
         if publish.closes:
             self.closed.add(publish.turn_id)
+            self._check_executions(publish.turn_id)
 
     def _dispatch_model(self, task: ModelTask) -> None:
         assert task.turn_id not in self.closed, "a model call was handed out for a turn that has ended"
         assert task.messages <= len(self.transcript), "the task refers to messages that are not there"
-        fault = history_fault(self.transcript[: task.messages])
+        fault = history_fault(self.request_of(task))
         assert fault is None, fault
         assert (task.turn_id, task.call, task.attempt) not in [
             (old.turn_id, old.call, old.attempt) for old in self.model_tasks
         ], "an attempt was handed out twice"
         self.tasks.append(task)
+
+    def request_of(self, task: ModelTask) -> list[Message]:
+        """The conversation as a provider gets it."""
+        lists = (self.transcript, self.replacements)
+        seen = [message for number, first, end in task.view for message in lists[number][first:end]]
+        seen += self.transcript[task.view_end : task.inject_at] if task.injected else []
+        seen += task.injected
+        return seen + self.transcript[max(task.view_end, task.inject_at if task.injected else 0) : task.messages]
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
@@ -305,15 +425,39 @@ class Session:
         state, turn = self.state, self.state.turn
         assert state.length == len(self.transcript)
         assert state.timer_ms == self.timer_ms, "the state and the sorted set disagree about the timer"
+        self._check_steering()
         open_channels = set(self.channels) - self.closed
         assert open_channels == ({turn.turn_id} if turn is not None else set())
         if turn is None:
             assert not state.queue, "a turn waits for nobody"
             assert self.timer_ms is None, "a timer is left behind"
             return
-        if turn.phase != "suspended":
-            assert self.timer_ms is not None, "a live turn has no timer: nothing would wake it"
         assert turn.calls or turn.phase != "tools", "a step waits for no call"
+        waits_for_ever = turn.phase == "suspended" and turn.deadline_ms is None
+        if not waits_for_ever or any(call.status == "approval" for call in turn.calls):
+            assert self.timer_ms is not None, "a live turn has no timer: nothing would wake it"
+        if turn.phase == "suspended":
+            assert turn.failed_exchange or any(call.status in ("host", "approval") for call in turn.calls)
+
+    def _check_steering(self) -> None:
+        """Each message is claimed by one step, dropped with a reason, or pending."""
+        pending = {queued.command.turn_id: queued.steering for queued in self.state.queue}
+        if self.state.turn is not None:
+            pending[self.state.turn.turn_id] = self.state.turn.steering
+        for turn_id, events in self.channels.items():
+            queued = [event.steering_id for event in events if event.type == "steering.queued"]
+            settled = [event.steering_id for event in events if event.type in ("steering.applied", "steering.dropped")]
+            waiting = [item.steering_id for item in pending.get(turn_id, ())]
+            assert len(set(settled)) == len(settled), "a steering has two fates"
+            assert sorted(queued) == sorted({*settled, *waiting} & set(queued)), "a steering was lost"
+            assert not set(settled) & set(waiting), "a steering was settled and waits"
+
+    def _check_executions(self, turn_id: str) -> None:
+        """Every call that was told as started is told as finished, once."""
+        events = [event for event in self.channels[turn_id] if event.type.startswith("tool_execution.")]
+        started = {(event.step_number, event.index) for event in events if event.type == "tool_execution.started"}
+        ended = [(event.step_number, event.index) for event in events if event.type == "tool_execution.finished"]
+        assert sorted(started) == sorted(ended), "executions that started and ended differ"
 
 
 def texts(messages: Sequence[Message]) -> list[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from functools import lru_cache
 from typing import NamedTuple
 
 from .connection import Engine, pairs
@@ -51,6 +52,7 @@ async def read_secret(engine: Engine, keys: Keys) -> bytes:
     return secret
 
 
+@lru_cache(maxsize=16_384)  # a token is made when its task leaves, and again when the result comes
 def make_token(secret: bytes, turn_id: str, call: str, attempt: int) -> str:
     """What a worker must echo: a keyed hash of the task's id and attempt."""
     return hashlib.blake2b(f"{turn_id}/{call}/{attempt}".encode(), key=secret[:64], digest_size=12).hexdigest()

@@ -139,18 +139,19 @@ class ProviderEndpoint(BaseModel):
     api_key_env: Annotated[VariableName | None, Field(description="the name of a variable, never a key")] = None
 
 
-Price: TypeAlias = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
+Price: TypeAlias = Annotated[Decimal, Field(ge=0, le=10**9, allow_inf_nan=False)]
 
 
 class ModelPrice(BaseModel):
     """What a model costs: a table `[prices."<provider:model>"]` of `turnmill.toml`, in units of `currency` per million
-    tokens. Tokens read from a cache cost `cached`, or as much as others where that is left out."""
+    tokens. Input tokens read from a cache cost `cached`, those written to one `cache_write`; without, `input`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     input: Price
     output: Price
     cached: Price | None = None
+    cache_write: Price | None = None
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$", description="as ISO 4217 has it")] = "USD"
 
 
@@ -300,7 +301,7 @@ class _EnvironmentSource(_Source):
 
 
 class _FileSource(_Source):
-    """`turnmill.toml` in the working directory: settings at the top, and tables `[providers.<name>]`, `[prices."<model>"]`."""
+    """`turnmill.toml` in the working directory: settings, and tables `[providers.<name>]` and `[prices."<model>"]`."""
 
     def __call__(self) -> dict[str, Any]:
         path = Path(FILE_NAME)

@@ -31,7 +31,7 @@ from turnmill.protocol.trace_context import child_trace
 from . import pairing
 from .draft import Draft, encode_json
 from .effects import DispatchTool, Keep, Send
-from .endings import abort_child, call_text, child_session, fail_turn, publish_step_finished, suspend_turn
+from .endings import abort_child, call_text, child_session, fail_turn, plan_lost, publish_step_finished, suspend_turn
 from .state import CallState, CallStatus, Halt, TurnPhase, TurnState
 
 GRACE_SECONDS = 5.0
@@ -387,7 +387,7 @@ def take_over(draft: Draft, turn: TurnState) -> None:
     """The next step is another agent's."""
     turn.plan_id, turn.next_plan_id = turn.next_plan_id, ""
     if draft.plan_of(turn) is None:
-        return fail_turn(draft, turn, plan_lost(turn))
+        return plan_lost(draft, turn)
     agent = draft.plan(turn).agent
     changed = AgentChanged(step_number=turn.step, agent_id=agent.name, from_agent_id=turn.agent_id)
     turn.agent_id = agent.name

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from ulid import ULID
@@ -34,6 +34,7 @@ from .telemetry import current_trace
 from .turn import Turn
 
 _DEFAULT_OPTIONS = TurnOptions()
+_ON_BUSY: tuple[str, ...] = get_args(OnBusy)
 _CLOCKS_DIFFER_MS = 3_600_000
 """The time in a turn's id is of the client that made it, the inbox's times are of the engine."""
 _INBOX_PAGE = 500
@@ -78,6 +79,8 @@ class Client:
         options = options or _DEFAULT_OPTIONS
         if not isinstance(options, TurnOptions):
             raise DefinitionError(f"options is a {type(options).__name__}, not TurnOptions")
+        if on_busy not in _ON_BUSY:
+            raise DefinitionError(f"on_busy={on_busy!r}: one of {', '.join(_ON_BUSY)}")
         session_id = _session_id(session, idempotency_key)
         reference = await self._reference(agent, options)
         keys = self.keys.of_session(session_id)
@@ -156,6 +159,8 @@ class Client:
     async def _stored(self, keys: PartitionKeys, messages: list[Message]) -> list[Message]:
         """The messages with what is large in them stored apart."""
         threshold = self.settings.blob_threshold
+        if len(messages) == 1 and isinstance(messages[0].content, str) and 4 * len(messages[0].content) <= threshold:
+            return messages
         return [await with_blobs(self.engine, keys, message, threshold) for message in messages]
 
     async def stored_message(self, session_id: str, message: Message) -> Message:

@@ -59,6 +59,9 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
     if turn is None and queued is None:
         text = f"turn {command.turn_id} has ended: start another turn on the session"
         return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.TURN_ENDED, text))
+    fault = pairing.fault([command.message])
+    if fault is not None:
+        return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.BAD_REQUEST, fault))
     accepted = Answer(turn_id=command.turn_id, steering_id=command.steering_id)
     if command.mode == "queue":
         return _queue_next(draft, command, turn, queued, pending_max)
@@ -197,6 +200,9 @@ def _resume_problem(command: ResumeTurn, turn: TurnState | None) -> Answer | Non
     if turn is None:
         text = f"turn {command.turn_id} waits for no result: it has ended"
         return _refused(command.turn_id, ErrorKind.NO_PENDING_TOOLS, text)
+    fault = pairing.fault([command.message]) if command.message is not None else None
+    if fault is not None:
+        return _refused(command.turn_id, ErrorKind.BAD_REQUEST, fault)
     pending = host_calls(turn)
     ids = [result.tool_call_id for result in command.tool_results]
     unknown = [call_id for call_id in ids if call_id not in pending and call_id not in turn.answered]

@@ -43,6 +43,7 @@ _log = get_logger(__name__)
 REPLIES: dict[bytes, type[ModelReply] | type[ToolReply]] = {
     kind.type.encode(): kind for kind in (ModelReply, ToolReply)
 }
+_COMMANDS = frozenset(COMMANDS)
 Removal: TypeAlias = Callable[[], Awaitable[None]]
 """Gets rid of an entry that is not decided on; may be repeated."""
 
@@ -126,7 +127,7 @@ class Door:
         """Why an entry goes to the dead letters; None where it may be decided on."""
         if isinstance(message, Unreadable):
             return message.reason
-        is_command = isinstance(message, COMMANDS)
+        is_command = message.__class__ in _COMMANDS
         if is_command != (source.stream == INBOX):
             return f"a {getattr(message, 'type', '?')} does not belong into this stream"
         session_id = getattr(message, "session_id", None)

@@ -87,11 +87,6 @@ def finish_turn(draft: Draft, turn: TurnState, halt: Halt) -> None:
     _end_turn(draft, turn, "finished", summary, TurnFinished(result=summary))
 
 
-def plan_lost(turn: TurnState) -> ErrorInfo:
-    text = f"the plan {turn.plan_id} of turn {turn.turn_id} is gone (TURNMILL_PLAN_TTL, or the engine lost data)"
-    return ErrorInfo(kind=ErrorKind.STATE_LOST, message=text)
-
-
 def fail_turn(draft: Draft, turn: TurnState, error: ErrorInfo, halt: Halt | None = None) -> None:
     """End the turn with an error."""
     _cancel_running(draft, turn, "the turn failed")
@@ -108,6 +103,11 @@ def fail_turn(draft: Draft, turn: TurnState, error: ErrorInfo, halt: Halt | None
     summary = msgspec.structs.replace(summarize(draft, turn, "failed", termination), error=error)
     failed = TurnFailed(error=error.message, error_type=error.kind, termination=termination, result=summary)
     _end_turn(draft, turn, "failed", summary, failed)
+
+
+def plan_lost(draft: Draft, turn: TurnState) -> None:
+    text = f"the plan {turn.plan_id} of turn {turn.turn_id} is gone (TURNMILL_PLAN_TTL, or the engine lost data)"
+    fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.STATE_LOST, message=text))
 
 
 # ---- stop

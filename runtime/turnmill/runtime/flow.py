@@ -16,6 +16,7 @@ import msgspec
 from turnmill.protocol.content import ErrorInfo, Message
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.messages import ModelReply
+from turnmill.protocol.specs import Plan
 
 from .calls import approval_of, ask_for_approval, close_step, go_on, prepare_calls, take_over
 from .draft import Draft
@@ -27,7 +28,8 @@ from .steps import accept_reply, ask_for_repair, dispatch_model, start_compactio
 
 def advance_turn(draft: Draft, turn: TurnState) -> None:
     """Go through the stages until the turn waits or has ended."""
-    while draft.state.turn is turn and _STAGES[turn.stage](draft, turn):
+    plans = draft.plans
+    while draft.state.turn is turn and _STAGES[turn.stage](draft, turn, plans[turn.plan_id]):
         pass
 
 
@@ -35,7 +37,7 @@ def reply_arrived(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
     """The model has answered the step."""
     agent = draft.plan(turn).agent
     message = accept_reply(draft, turn, reply)
-    if message.tool_calls:
+    if not turn.is_final:
         prepare_calls(draft, turn, message.tool_calls)
         turn.stage, turn.position = Stage.BEFORE_CALLS, 0
     else:
@@ -47,13 +49,14 @@ def reply_arrived(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
             if not ask_for_repair(draft, turn, agent, reply.output_error):
                 return
             turn.is_final = False
+            turn.position = len(agent.stop_when)  # conditions look at steps with calls
     if not _call_reasoning_hook(draft, turn, message):
         advance_turn(draft, turn)
 
 
 def _call_reasoning_hook(draft: Draft, turn: TurnState, message: Message) -> bool:
     """The hook that looks at reasoning, where there is one and any; the turn goes on behind it."""
-    spec = hook_of(draft, turn, "on_reasoning_event")
+    spec = hook_of(draft.plan(turn), "on_reasoning_event")
     parts = message.reasoning if spec is not None else []
     if spec is None or not parts:
         return False
@@ -73,10 +76,10 @@ def _call_reasoning_hook(draft: Draft, turn: TurnState, message: Message) -> boo
 # ---- the stages; each returns whether the next one follows at once
 
 
-def _step(draft: Draft, turn: TurnState) -> bool:
+def _step(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     """Another step, if there may be one."""
-    agent = draft.plan(turn).agent
-    if turn.step and agent.mode == "auto":
+    agent = plan.agent
+    if turn.step and (agent.mode == "auto" or not turn.answered):
         if turn.final_answer or (turn.step >= agent.max_steps and agent.on_limit == "error"):
             text = f"the turn took {turn.step} steps without an answer (max_steps={agent.max_steps})"
             fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.MAX_STEPS_REACHED, message=text))
@@ -84,22 +87,24 @@ def _step(draft: Draft, turn: TurnState) -> bool:
         turn.final_answer = turn.step >= agent.max_steps
     if turn.next_plan_id:
         take_over(draft, turn)
+        if draft.state.turn is not turn:
+            return False
     start_step(draft, turn)
     turn.stage = Stage.BEFORE_STEP
     return True
 
 
-def _before_step(draft: Draft, turn: TurnState) -> bool:
+def _before_step(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     turn.stage = Stage.MODEL
-    spec = hook_of(draft, turn, "before_step")
+    spec = hook_of(plan, "before_step")
     if spec is None:
         return True
-    tools = [] if turn.final_answer else list(draft.plan(turn).tools)
+    tools = [] if turn.final_answer else list(plan.tools)
     call_hook(draft, turn, "before_step", spec, {**conversation(draft), "tools": tools})
     return False
 
 
-def _model(draft: Draft, turn: TurnState) -> bool:
+def _model(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     if wants_compaction(draft, turn):
         start_compaction(draft, turn, "trigger")
     else:
@@ -107,9 +112,9 @@ def _model(draft: Draft, turn: TurnState) -> bool:
     return False
 
 
-def _before_calls(draft: Draft, turn: TurnState) -> bool:
+def _before_calls(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     """Every call's hook, one after the other, before any call runs."""
-    spec = hook_of(draft, turn, "before_tool_call")
+    spec = hook_of(plan, "before_tool_call")
     call = None if spec is None else _next_call(turn, CallStatus.QUEUED, CallStatus.HOST)
     if spec is None or call is None:
         turn.stage, turn.position = Stage.POLICIES, 0
@@ -119,9 +124,8 @@ def _before_calls(draft: Draft, turn: TurnState) -> bool:
     return False
 
 
-def _policies(draft: Draft, turn: TurnState) -> bool:
+def _policies(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     """Ask the policies of calls that have one, then a person for every call that needs it."""
-    plan = draft.plan(turn)
     careful = [
         call for call in turn.calls if call.status is CallStatus.QUEUED and approval_of(plan, call).mode != "never"
     ]
@@ -139,16 +143,16 @@ def _policies(draft: Draft, turn: TurnState) -> bool:
     return True
 
 
-def _tools(draft: Draft, turn: TurnState) -> bool:
+def _tools(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     if not go_on(draft, turn):
         return False
     turn.stage, turn.position = Stage.AFTER_CALLS, 0
     return True
 
 
-def _after_calls(draft: Draft, turn: TurnState) -> bool:
+def _after_calls(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     """Every result's hook in call order, once all of them are there."""
-    spec = hook_of(draft, turn, "after_tool_call")
+    spec = hook_of(plan, "after_tool_call")
     call = None if spec is None else _next_call(turn, CallStatus.DONE)
     if spec is None or call is None:
         turn.stage = Stage.CLOSE
@@ -171,14 +175,14 @@ def _next_call(turn: TurnState, *statuses: CallStatus) -> CallState | None:
     return None
 
 
-def _close(draft: Draft, turn: TurnState) -> bool:
-    turn.stage = Stage.AFTER_STEP
+def _close(draft: Draft, turn: TurnState, plan: Plan) -> bool:
+    turn.stage, turn.position = Stage.AFTER_STEP, 0
     return close_step(draft, turn)
 
 
-def _after_step(draft: Draft, turn: TurnState) -> bool:
-    turn.stage, turn.position = Stage.SIGNALS if turn.is_final else Stage.CONDITIONS, 0
-    spec = hook_of(draft, turn, "after_step")
+def _after_step(draft: Draft, turn: TurnState, plan: Plan) -> bool:
+    turn.stage = Stage.SIGNALS if turn.is_final else Stage.CONDITIONS
+    spec = hook_of(plan, "after_step")
     if spec is None:
         return True
     event = {
@@ -191,10 +195,10 @@ def _after_step(draft: Draft, turn: TurnState) -> bool:
     return False
 
 
-def _conditions(draft: Draft, turn: TurnState) -> bool:
+def _conditions(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     """What ends a turn after a step with calls: a hook's word first, then conditions in their order."""
-    agent = draft.plan(turn).agent
-    if turn.halt is None and agent.mode == "auto" and turn.has_tool_calls:
+    agent = plan.agent
+    if turn.halt is None and agent.mode == "auto":
         while turn.position < len(agent.stop_when):
             condition = agent.stop_when[turn.position]
             turn.position += 1
@@ -209,34 +213,35 @@ def _conditions(draft: Draft, turn: TurnState) -> bool:
     return True
 
 
-def _signals(draft: Draft, turn: TurnState) -> bool:
+def _signals(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     turn.stage = Stage.FINISH
-    spec = draft.plan(turn).agent.signals
-    if spec is None or _goes_on_with_steering(draft, turn):
+    spec = plan.agent.signals
+    if spec is None or _goes_on_with_steering(turn, plan):
         return True
     call_hook(draft, turn, "signals", spec, {"text": turn.answer})
     return False
 
 
-def _finish(draft: Draft, turn: TurnState) -> bool:
+def _finish(draft: Draft, turn: TurnState, plan: Plan) -> bool:
     """The answer is given, unless something was said meanwhile: then there is one more step."""
-    if _goes_on_with_steering(draft, turn):
+    if _goes_on_with_steering(turn, plan):
         turn.signals = []
         turn.stage = Stage.STEP
         return True
-    reason = "the final answer had begun (late_steering=drop)"
-    drop_steering(draft, turn, reason if draft.plan(turn).agent.late_steering == "drop" else "the turn has ended")
+    if turn.steering and plan.agent.late_steering == "drop":
+        drop_steering(draft, turn, "the final answer had begun (late_steering=drop)")
     finish_turn(draft, turn, Halt("completed"))
     return False
 
 
-def _goes_on_with_steering(draft: Draft, turn: TurnState) -> bool:
-    agent = draft.plan(turn).agent
-    may = agent.late_steering == "step" and agent.mode == "auto" and turn.step < agent.max_steps
-    return bool(turn.steering) and may and not turn.final_answer
+def _goes_on_with_steering(turn: TurnState, plan: Plan) -> bool:
+    if not turn.steering or turn.final_answer:
+        return False
+    agent = plan.agent
+    return agent.late_steering == "step" and agent.mode == "auto" and turn.step < agent.max_steps
 
 
-_STAGES: dict[Stage, Callable[[Draft, TurnState], bool]] = {
+_STAGES: dict[Stage, Callable[[Draft, TurnState, Plan], bool]] = {
     Stage.STEP: _step,
     Stage.BEFORE_STEP: _before_step,
     Stage.MODEL: _model,

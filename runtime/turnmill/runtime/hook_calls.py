@@ -14,7 +14,7 @@ from turnmill.protocol.content import ErrorInfo, Message, ToolResult
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import HookFinished
 from turnmill.protocol.messages import CallWaiting, ToolReply, ToolTask
-from turnmill.protocol.specs import HookPoint, HookSpec
+from turnmill.protocol.specs import HookPoint, HookSpec, Plan
 
 from . import pairing
 from .draft import Draft
@@ -64,8 +64,8 @@ class _Signals(msgspec.Struct):
     signals: list[Any] = []
 
 
-def hook_of(draft: Draft, turn: TurnState, point: HookPoint) -> HookSpec | None:
-    hooks = draft.plan(turn).agent.hooks
+def hook_of(plan: Plan, point: HookPoint) -> HookSpec | None:
+    hooks = plan.agent.hooks
     return hooks.get(point) if hooks else None
 
 
@@ -151,7 +151,7 @@ def _apply(draft: Draft, turn: TurnState, hook: HookState, value: Any) -> None:
             if stop.stop:
                 turn.halt = Halt("stop_condition", stop.name or hook.spec.name, stop.reason)
         case "signals":
-            turn.signals = msgspec.convert(value, _Signals).signals[:SIGNALS_MAX]
+            turn.signals = _signals(msgspec.convert(value, _Signals))
         case _:
             return  # after_step and on_reasoning_event only look
 
@@ -160,8 +160,20 @@ def _inject(draft: Draft, turn: TurnState, decision: _Injection) -> None:
     if decision.stop:
         turn.finish_reason = "stop"
         return finish_turn(draft, turn, Halt("hook_stop", reason=decision.stop_reason))
-    turn.injected = decision.inject_messages[:INJECTED_MAX]
+    count = len(decision.inject_messages)
+    if count > INJECTED_MAX:
+        raise msgspec.ValidationError(f"{count} messages are more than {INJECTED_MAX}")
+    fault = pairing.fault(decision.inject_messages)
+    if fault is not None:
+        raise msgspec.ValidationError(fault)
+    turn.injected = decision.inject_messages
     return None
+
+
+def _signals(decision: _Signals) -> list[Any]:
+    if len(decision.signals) > SIGNALS_MAX:
+        raise msgspec.ValidationError(f"{len(decision.signals)} signals are more than {SIGNALS_MAX}")
+    return decision.signals
 
 
 def _before_call(turn: TurnState, call: CallState, decision: _BeforeCall) -> None:
@@ -179,6 +191,8 @@ def _before_call(turn: TurnState, call: CallState, decision: _BeforeCall) -> Non
                 is_error=decision.is_error,
             ),
         )
+    if call.result is not None and call.result.is_error:
+        turn.last_tool_error = str(call.result.result)[:500]
 
 
 def _after_call(turn: TurnState, call: CallState, decision: _AfterCall) -> None:
@@ -192,6 +206,8 @@ def _after_call(turn: TurnState, call: CallState, decision: _AfterCall) -> None:
         )
     elif decision.is_error is not None:
         call.result = msgspec.structs.replace(call.result, is_error=decision.is_error)
+    if call.result.is_error:
+        turn.last_tool_error = str(call.result.result)[:500]
     if decision.terminate and turn.halt is None:  # the first one wins
         turn.halt = Halt("tool_terminated", call.tool_call.name, decision.terminate_reason)
 

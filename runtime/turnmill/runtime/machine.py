@@ -37,15 +37,18 @@ from turnmill.protocol.messages import DeleteSession as DeleteSessionCommand
 from turnmill.protocol.specs import Plan
 
 from . import commands, pairing
-from .calls import call_overdue, dispatch_call, end_call
+from .calls import call_overdue, dispatch_call, end_call, is_handoff
 from .draft import Draft
-from .effects import Decision, DeleteSession, SetTimer
+from .effects import Cancel, Decision, DeleteSession, SetTimer
 from .endings import (
     abort_turn,
+    end_if_stopped,
     end_stopped,
     fail_turn,
     host_calls,
+    plan_lost,
     refuse_turn,
+    settle_stopped,
 )
 from .flow import advance_turn
 from .hook_calls import hook_overdue
@@ -55,7 +58,6 @@ from .replies import (
     call_waiting,
     delivery_lost,
     model_reply,
-    plan_lost,
     tool_progress,
     tool_reply,
 )
@@ -178,6 +180,8 @@ def _delete(draft: Draft) -> None:
         draft.reply(request_id, Answer(done=True))
     # What is left is a record without a content: the script removes it with everything else.
     draft.state = SessionState(timer_ms=state.timer_ms, queue=state.queue)
+    for queued in state.queue:
+        draft.keep_blobs(*queued.command.messages, *[item.message for item in queued.steering])
 
 
 def _begin(draft: Draft, queued: QueuedTurn, *, was_queued: bool = False) -> None:
@@ -196,15 +200,13 @@ def _start(draft: Draft, start: Start, limits: Limits) -> None:
     if state.turn is not None:
         known |= {state.turn.turn_id, *state.turn.steered}
     if command.turn_id in known:
-        draft.discard("duplicate_turn")
-        if command.answer:
-            draft.reply(command.turn_id, Answer(turn_id=command.turn_id))
-        return None
+        return _known_start(draft, command)
     draft.new_turn = command.turn_id
-    draft.keep_blobs(*command.messages)
-    if start.problem is not None:
-        return refuse_turn(draft, command, start.problem)
+    problem = start.problem or _unfit(command)
+    if problem is not None:
+        return refuse_turn(draft, command, problem)
     if state.turn is None:
+        draft.keep_blobs(*command.messages)
         return _begin(draft, QueuedTurn(command, start.plan_id))
     refusal = _busy(draft, state.turn, command, limits)
     if refusal is not None:
@@ -212,6 +214,7 @@ def _start(draft: Draft, start: Start, limits: Limits) -> None:
     if command.on_busy == "steer" and state.turn.phase is not TurnPhase.ABORTING:
         return _steer_instead(draft, state.turn, command)
     queued = QueuedTurn(command, start.plan_id)
+    draft.keep_blobs(*command.messages)
     if command.on_busy == "interrupt":
         state.queue.insert(0, queued)
         draft.record_queued(command)
@@ -220,6 +223,24 @@ def _start(draft: Draft, start: Start, limits: Limits) -> None:
     state.queue.append(queued)
     draft.record_queued(command)
     return _answer_start(draft, command)
+
+
+def _unfit(command: StartTurn) -> ErrorInfo | None:
+    fault = pairing.fault(command.messages)
+    return (
+        ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=f"the messages fit no conversation: {fault}") if fault else None
+    )
+
+
+def _known_start(draft: Draft, command: StartTurn) -> None:
+    """A repetition, answered as the command was the first time."""
+    live = draft.state.turn
+    answer = Answer(turn_id=command.turn_id)
+    if live is not None and command.turn_id in live.steered and command.on_busy == "steer":
+        answer = Answer(turn_id=live.turn_id, steering_id=command.turn_id)
+    draft.discard("duplicate_turn")
+    if command.answer:
+        draft.reply(command.turn_id, answer)
 
 
 def _answer_start(draft: Draft, command: StartTurn) -> None:
@@ -241,7 +262,8 @@ def _busy(draft: Draft, live: TurnState, command: StartTurn, limits: Limits) -> 
     if command.on_busy == "reject":
         text = f"turn {live.turn_id} is live on session {session} (on_busy=reject)"
         return ErrorInfo(kind=ErrorKind.SESSION_BUSY, message=text)
-    waiting = len(live.steering) if command.on_busy == "steer" else len(state.queue)
+    joins = command.on_busy == "steer" and live.phase is not TurnPhase.ABORTING
+    waiting = len(live.steering) if joins else len(state.queue)
     if waiting >= limits.queued_turns_max:
         text = f"{waiting} turns wait on session {session} already: raise TURNMILL_SESSION_QUEUE_MAX"
         return ErrorInfo(kind=ErrorKind.QUEUE_FULL, message=text)
@@ -260,12 +282,19 @@ def _steer_instead(draft: Draft, live: TurnState, command: StartTurn) -> None:
 
 def _transfer(draft: Draft, transfer: Transfer) -> None:
     """The agent of a handoff is known: the call has its result, and the next step is that agent's."""
-    turn = commands.live_turn(draft, transfer.command.turn_id)
-    call = call_of(turn, transfer.command.call)
-    if turn is None or call is None or call.status is not CallStatus.RUNNING:
+    turn = draft.state.turn
+    if turn is None or turn.turn_id != transfer.command.turn_id:
         return draft.discard("stale_transfer")
+    call = call_of(turn, transfer.command.call)
+    if call is None or call.status is not CallStatus.RUNNING:
+        return draft.discard("stale_transfer")
+    if turn.phase is TurnPhase.ABORTING:
+        settle_stopped(draft, turn, call, pairing.stopped(call.tool_call, turn.abort_reason or ""))
+        return end_if_stopped(draft, turn)
     if draft.plan_of(turn) is None:
         return plan_lost(draft, turn)
+    if not is_handoff(draft, turn, call):
+        return draft.discard("stale_transfer")
     name = transfer.command.agent.partition("@")[0]
     if transfer.problem is not None:
         result = pairing.error_result(call.tool_call, f"execution failed ({transfer.problem.message})")
@@ -289,6 +318,8 @@ def _timer_fired(draft: Draft) -> None:
     if draft.plan_of(turn) is None:
         return plan_lost(draft, turn)
     if turn.deadline_ms is not None and turn.deadline_ms <= draft.now_ms:
+        if turn.phase is TurnPhase.MODEL:
+            draft.effects.append(Cancel(turn.turn_id, "the turn's time is over"))
         text = f"turn {turn.turn_id} was not done by its deadline (turn_timeout)"
         return fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.DEADLINE_EXCEEDED, message=text))
     match turn.phase:

@@ -6,6 +6,8 @@ provider for a call without its result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from turnmill.protocol.content import Message, Part, ToolCall, ToolCallPart, ToolResult, ToolResultPart
@@ -32,6 +34,28 @@ def with_unique_calls(message: Message) -> Message:
         assert not isinstance(part, str)
         parts.append(part)
     return msgspec.structs.replace(message, content=parts)
+
+
+def fault(messages: Sequence[Message]) -> str | None:
+    """Why messages that somebody else made may not join a conversation; None where they may. A provider that sees a call
+    without its result, or a result without its call, refuses every later request too."""
+    open_calls: list[str] = []
+    for message in messages:
+        for result in message.tool_results:
+            if message.role != "tool" or not open_calls or result.tool_call_id != open_calls.pop(0):
+                return f"the result of {result.tool_call_id!r} does not come behind its call, in call order"
+        if message.role == "tool":
+            if not message.tool_results:
+                return "a tool message holds no result"
+            continue
+        if open_calls:
+            break
+        open_calls = [call.id for call in message.tool_calls]
+        if open_calls and message.role != "assistant":
+            return f"a {message.role} message holds the tool call {open_calls[0]!r}"
+        if len(set(open_calls)) < len(open_calls):
+            return "two tool calls of a message have the same id"
+    return f"the tool call {open_calls[0]!r} has no result" if open_calls else None
 
 
 def error_result(call: ToolCall, text: str) -> ToolResult:

@@ -22,7 +22,7 @@ from turnmill.protocol.messages import (
 from . import pairing
 from .calls import dispatch_call, end_call, note_progress, sub_turn_ended
 from .draft import Draft
-from .endings import end_if_stopped, fail_turn, settle_stopped
+from .endings import end_if_stopped, fail_turn, plan_lost, settle_stopped
 from .flow import advance_turn, reply_arrived
 from .hook_calls import hook_answered, hook_lost, hook_waiting, is_for_hook
 from .state import CallState, CallStatus, TurnPhase, TurnState
@@ -223,11 +223,6 @@ def call_waiting(draft: Draft, waiting: CallWaiting) -> None:
 
 
 # ---- looks
-
-
-def plan_lost(draft: Draft, turn: TurnState) -> None:
-    text = f"the plan {turn.plan_id} of turn {turn.turn_id} is gone (TURNMILL_PLAN_TTL, or the engine lost data)"
-    fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.STATE_LOST, message=text))
 
 
 def turn_of(draft: Draft, message: Addressed) -> TurnState | None:

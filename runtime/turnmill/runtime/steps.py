@@ -270,8 +270,8 @@ def accept_reply(draft: Draft, turn: TurnState, reply: ModelReply) -> Message:
         draft.state.context_tokens = reply.usage.input_tokens + reply.usage.output_tokens
     _add_up(turn, reply)
     turn.has_text = turn.has_text or bool(message.text)
-    turn.has_tool_calls = turn.has_tool_calls or bool(message.tool_calls)
     turn.is_final = not message.tool_calls
+    turn.has_tool_calls = turn.has_tool_calls or not turn.is_final
     turn.injected = []
     message = msgspec.structs.replace(
         message,
@@ -331,7 +331,8 @@ def _live_event(body: dict[str, object]) -> Event | None:
 def ask_for_repair(draft: Draft, turn: TurnState, agent: AgentSpec, problem: str) -> bool:
     """Tell the model what is wrong with its answer. Returns False where it has had its chances: the turn has failed."""
     assert agent.output is not None
-    if turn.repairs >= agent.output.repairs or turn.step >= agent.max_steps:
+    is_last = turn.step >= agent.max_steps and agent.mode == "auto"
+    if turn.repairs >= agent.output.repairs or is_last:
         text = f"the answer is not the JSON that was asked for: {problem}"
         fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.OUTPUT_INVALID, message=text))
         return False
@@ -379,12 +380,21 @@ def end_compaction(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
             )
         )
     elif overflow is not None:
-        return fail_turn(draft, turn, overflow)
+        return fail_turn(draft, turn, _still_too_long(overflow, reply))
+    else:
+        state.context_tokens = 0  # nothing to shorten: not asked again before the next reply says so
     turn.attempt += 1
     turn.stage = Stage.MODEL
     if overflow is not None:
         draft.publish(StepReset(step_number=turn.step, attempt=turn.attempt))
     return dispatch_model(draft, turn)
+
+
+def _still_too_long(overflow: ErrorInfo, reply: ModelReply) -> ErrorInfo:
+    """The provider's word, and why nothing could be made shorter."""
+    if reply.error is None:
+        return overflow
+    return msgspec.structs.replace(overflow, message=f"{overflow.message} ({reply.error.message})")
 
 
 def _placed(segment: Segment, replaced: int) -> Segment:

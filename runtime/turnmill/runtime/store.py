@@ -203,18 +203,18 @@ class _Writer:
         appended: list[Append] = []
         count = 0
         for effect in commit.effects:
-            match effect:
-                case Publish():
-                    published.setdefault(effect.turn_id, []).append(effect)
-                case Append():
-                    appended.append(effect)
-                case DeleteSession():
-                    appended = []
-                    self._delete(commit)
-                    count += 1
-                case _:
-                    self._effect(commit.session_id, effect)
-                    count += 1
+            kind = effect.__class__
+            if kind is Publish:
+                published.setdefault(effect.turn_id, []).append(effect)  # type: ignore[union-attr, arg-type]
+            elif kind is Append:
+                appended.append(effect)  # type: ignore[arg-type]
+            elif kind is DeleteSession:
+                appended = []
+                self._delete(commit)
+                count += 1
+            else:
+                self._effect(commit.session_id, effect)  # type: ignore[arg-type]
+                count += 1
         for turn_id, events in published.items():
             self._publish(turn_id, events)
         if appended:

@@ -54,6 +54,20 @@ if TYPE_CHECKING:
 _SUSPENDED = TurnSuspended.type.encode()
 _AT_REST = frozenset({b"suspended", *(status.encode() for status in ENDED_STATUSES)})
 _ENDED = frozenset(status.encode() for status in ENDED_STATUSES)
+_NOTED = frozenset(
+    kind.type.encode()
+    for kind in (
+        TurnStarted,
+        TurnFinished,
+        TurnFailed,
+        TurnSuspended,
+        TurnResumed,
+        SteeringQueued,
+        SteeringApplied,
+        SteeringDropped,
+    )
+)
+"""What changes something that the handle knows of its turn."""
 EVENT_TYPES = frozenset(kind.type for kind in EVENTS)
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
 _decode_error = msgspec.json.Decoder(ErrorInfo).decode
@@ -311,7 +325,8 @@ class Turn:
                 event = event_from_wire(raw.kind, raw.body)
                 if isinstance(event, Unreadable):
                     continue  # of a newer version: what this reader does not know, it does not show
-                self._note(event)
+                if raw.kind in _NOTED:
+                    self._note(event)
                 seen.add(event)
                 if isinstance(event, StepFinished):
                     event = seen.filled(event) or await self._with_step(event)

@@ -184,6 +184,8 @@ async def test_usage_is_told_before_an_error(provider: tuple[ReplayServer, OpenA
         ({"cost": None}, None),
         ({"cost": "free"}, None),
         ({"cost": -1}, None),
+        ({"cost": "9e999999"}, None),
+        ({"cost": "nan"}, None),
         ({"cost": True}, None),
         ({"cost": {"input_tokens_cost": 0.1}}, None),
     ],

@@ -44,6 +44,20 @@ def test_they_cost_as_much_as_others_where_no_price_is_given() -> None:
     assert (cost.currency, cost.input, cost.output) == ("EUR", Decimal("0.003"), 0)
 
 
+def test_tokens_written_to_a_cache_too() -> None:
+    usage = Usage(input_tokens=1_000, cached_tokens=400, cache_write_tokens=100)
+    cost = table(input="3", output="15", cached="0.3", cache_write="3.75").cost_of("host:mine", usage)
+    assert cost is not None
+    assert cost.input == Decimal("0.001995")
+    plain = table(input="3", output="15", cached="0.3").cost_of("host:mine", usage)
+    assert plain is not None
+    assert plain.input == Decimal("0.00192")
+    listed = Prices({}, {"anthropic": "https://api.anthropic.com/v1"}).cost_of("anthropic:claude-sonnet-4-5", usage)
+    assert listed is not None
+    assert listed.input is not None
+    assert listed.input > Decimal("0.00192")
+
+
 def test_more_cached_tokens_than_input_count_as_all_of_it() -> None:  # LC-14
     usage = Usage(input_tokens=1_000, cached_tokens=1_400, cache_write_tokens=900)
     cost = table(input="3", output="15", cached="0.3").cost_of("host:mine", usage)
@@ -62,6 +76,32 @@ def test_arithmetic_is_exact() -> None:  # LC-14
         assert cost is not None
         total = total + cost
     assert total.total == Decimal("0.0003")
+
+
+def test_huge_counts_and_none_at_all_are_exact() -> None:  # LC-14
+    prices = table(input="0.0375", output="0.15")
+    huge = prices.cost_of("host:mine", Usage(input_tokens=10**15 + 1, output_tokens=10**15 + 3))
+    assert huge is not None
+    assert (huge.input, huge.output) == (Decimal("37500000.0000000375"), Decimal("150000000.00000045"))
+    assert huge.total == Decimal("187500000.0000004875")
+    nothing = prices.cost_of("host:mine", Usage())
+    assert nothing == Cost(input=Decimal(0), output=Decimal(0), total=Decimal(0), source="settings")
+
+
+@pytest.mark.parametrize(
+    ("model", "base_url"),
+    [
+        ("openai:gpt-5-mini-2025-08-07", "https://api.openai.com/v1"),
+        ("router:anthropic/claude-sonnet-4.5", "https://openrouter.ai/api/v1"),
+        ("azure:gpt-4o-2024-08-06", "https://mine.openai.azure.com/openai/v1"),
+        ("gemini:gemini-2.5-pro", "https://generativelanguage.googleapis.com/v1beta/openai"),
+    ],
+)
+def test_the_list_knows_names_with_dates_and_makers(model: str, base_url: str) -> None:
+    cost = Prices({}, {model.partition(":")[0]: base_url}).cost_of(model, USAGE)
+    assert cost is not None
+    assert cost.total is not None
+    assert cost.total > 0
 
 
 def test_the_list_knows_models_at_the_endpoint_that_it_knows() -> None:
@@ -107,6 +147,14 @@ def test_without_the_package_only_the_table_counts(monkeypatch: pytest.MonkeyPat
     assert prices.cost_of("openai:mine", USAGE) is not None
 
 
+def test_a_list_that_fails_loses_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ArithmeticError("overflow")
+
+    monkeypatch.setattr("genai_prices.calc_price", fail)
+    assert Prices({}, OPENAI).cost_of("openai:gpt-5-mini", USAGE) is None
+
+
 def test_turnmill_toml_wins_over_the_list() -> None:
     Path("turnmill.toml").write_text(
         '[prices."openai:gpt-5-mini"]\ninput = 0.1\noutput = 2\n'
@@ -127,6 +175,7 @@ def test_turnmill_toml_wins_over_the_list() -> None:
     [
         ("input = 1", "prices.openai:x.output"),
         ("input = -1\noutput = 1", "prices.openai:x.input"),
+        ("input = 1e300\noutput = 1", "prices.openai:x.input"),
         ("input = 1\noutput = 1\ncache = 1", "unknown key; the nearest that exists is cached"),
         ('input = 1\noutput = 1\ncurrency = "dollars"', "prices.openai:x.currency"),
     ],

@@ -66,7 +66,7 @@ class Prices:
         except LookupError:
             self._unknown.add(model)
             return None
-        except ValueError as error:
+        except Exception as error:  # an answer is not lost because its price is not found
             _log.warning("a price cannot be applied", model=model, error=str(error))
             return None
         if priced.model_price.input_mtok is None or priced.model_price.output_mtok is None:
@@ -87,9 +87,11 @@ class Prices:
 
 
 def _cost_by_table(price: ModelPrice, usage: Usage) -> Cost:
-    cached, _ = _cached_and_written(usage)
+    cached, written = _cached_and_written(usage)
     per_cached = price.input if price.cached is None else price.cached
-    input_cost = ((usage.input_tokens - cached) * price.input + cached * per_cached) / _MILLION
+    per_written = price.input if price.cache_write is None else price.cache_write
+    others = usage.input_tokens - cached - written
+    input_cost = (others * price.input + cached * per_cached + written * per_written) / _MILLION
     output_cost = usage.output_tokens * price.output / _MILLION
     return Cost(
         currency=price.currency,

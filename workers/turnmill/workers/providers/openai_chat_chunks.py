@@ -55,6 +55,8 @@ class Chunk(msgspec.Struct):
     x_groq: Any = None
 
 
+_AMOUNT_LIMIT = 10**9
+"""No call costs that much; and what a provider says must not overflow the sums."""
 _DECODE_CHUNK = msgspec.json.Decoder(Chunk | None).decode
 
 
@@ -155,7 +157,7 @@ def _amount(value: Any) -> Decimal | None:
         amount = Decimal(str(value))
     except InvalidOperation:
         return None
-    return amount if amount.is_finite() and amount >= 0 else None
+    return amount if amount.is_finite() and 0 <= amount < _AMOUNT_LIMIT else None
 
 
 def _first_count(*values: Any) -> int:
