@@ -11,8 +11,8 @@ from ulid import ULID
 
 from turnmill.protocol.codec import Unreadable, event_from_wire
 from turnmill.protocol.connection import pairs
-from turnmill.protocol.content import ErrorInfo, Message, ToolResult
-from turnmill.protocol.errors import CommandRefusedError, TurnAbortedError, TurnFailedError, TurnLostError
+from turnmill.protocol.content import Message, ToolResult
+from turnmill.protocol.errors import CommandRefusedError, TurnLostError
 from turnmill.protocol.events import (
     ENDED_STATUSES,
     EVENTS,
@@ -28,7 +28,6 @@ from turnmill.protocol.events import (
     TurnFinished,
     TurnResumed,
     TurnStarted,
-    TurnSummary,
     TurnSuspended,
 )
 from turnmill.protocol.keys import new_turn_id
@@ -47,6 +46,7 @@ from .channel import TERMINAL_KINDS, ChannelExpiredError
 from .definitions import Agent, TurnOptions
 from .results import SeenStep, TurnResult, build_result, results_of, step_result, unpack_message
 from .sub_turns import SubTurnEvent, with_sub_turns
+from .turn_end import event_of_record, result_or_error
 
 if TYPE_CHECKING:
     from .client import Client
@@ -69,8 +69,6 @@ _NOTED = frozenset(
 )
 """What changes something that the handle knows of its turn."""
 EVENT_TYPES = frozenset(kind.type for kind in EVENTS)
-_decode_summary = msgspec.json.Decoder(TurnSummary).decode
-_decode_error = msgspec.json.Decoder(ErrorInfo).decode
 
 
 class SteeringEntry(msgspec.Struct, frozen=True):
@@ -392,20 +390,9 @@ class Turn:
     async def _gap(self, record: dict[bytes, bytes]) -> ChannelEvent:
         """The channel has expired, or the turn rests: what its record tells."""
         number = 2**53 - 1
-        if b"result" in record:
-            summary = _decode_summary(record[b"result"])
-            if summary.status == "suspended":
-                rests = TurnSuspended(
-                    pending=summary.pending, approvals=summary.approvals, error=summary.error, result=summary
-                )
-                return ChannelEvent(number, _SUSPENDED, 0, msgspec.json.encode(rests))
-            if summary.status == "finished":
-                return ChannelEvent(number, b"turn.finished", 0, msgspec.json.encode(TurnFinished(result=summary)))
-            return ChannelEvent(number, b"turn.failed", 0, msgspec.json.encode(_failed(summary)))
-        if b"error" in record:
-            error = _decode_error(record[b"error"])
-            failed = TurnFailed(error=error.message, error_type=error.kind)
-            return ChannelEvent(number, b"turn.failed", 0, msgspec.json.encode(failed))
+        event = event_of_record(record)
+        if event is not None:
+            return ChannelEvent(number, event.type.encode(), 0, msgspec.json.encode(event))
         raise TurnLostError(
             f"the channel of turn {self.id} is gone and its record says {record.get(b'status', b'?').decode()!r}: "
             "the engine lost data",
@@ -426,27 +413,7 @@ class Turn:
         if summary is not None:
             messages = await self._client.transcript(summary.session_id, summary.first_message, summary.end_message)
             result = build_result(summary, messages, self._output_type)
-        if isinstance(event, TurnFailed):
-            kind = TurnAbortedError if event.aborted else TurnFailedError
-            raise kind(
-                event.error,
-                turn_id=self.id,
-                error_type=event.error_type,
-                termination=event.termination,
-                result=result,
-                pending=tuple(event.pending),
-            )
-        assert result is not None
-        if isinstance(event, TurnSuspended) and event.error is not None:
-            raise TurnFailedError(
-                event.error.message,
-                turn_id=self.id,
-                error_type=event.error.kind,
-                termination=result.termination,
-                result=result,
-                pending=tuple(event.pending),
-            )
-        return result
+        return result_or_error(self.id, event, result)
 
     @property
     def _output_type(self) -> Any:
@@ -493,17 +460,6 @@ class Turn:
                 self._status = "aborted" if event.aborted else "failed"
             case _:
                 return
-
-
-def _failed(summary: TurnSummary) -> TurnFailed:
-    error = summary.error or ErrorInfo(kind=summary.status, message=f"the turn {summary.status}")
-    return TurnFailed(
-        error=error.message,
-        error_type=error.kind,
-        aborted=summary.status == "aborted",
-        termination=summary.termination,
-        result=summary,
-    )
 
 
 def _common_length(first: str, second: str) -> int:
