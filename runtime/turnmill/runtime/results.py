@@ -161,6 +161,11 @@ class SeenStep:
     """What a reader has seen of the running step, so that `step.finished` need not be looked up in the transcript."""
 
     __slots__ = ("_calls", "_follows", "_reasoning", "_results", "_text")
+    kinds = frozenset(
+        kind.type.encode()
+        for kind in (TextDelta, ReasoningDelta, ToolCallReady, ToolResultReady, StepStarted, StepReset)
+    )
+    """The events that it wants to see."""
 
     def __init__(self, *, complete: bool) -> None:
         """`complete`: the reader sees every event of the channel from its beginning."""

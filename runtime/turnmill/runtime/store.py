@@ -299,17 +299,19 @@ class _Writer:
         return encode_body(msgspec.structs.replace(task, token=token), self._wire)
 
     def _publish(self, turn_id: str, events: list[Publish]) -> None:
-        opens = any(event.opens for event in events)
-        closes = any(event.closes for event in events)
+        # Only the first event of a turn opens its channel, and only the last one closes it.
+        opens, closes = events[0].opens, events[-1].closes
         lifetime = self._retention.events_ms if closes else 0
         types = [publish.event.type for publish in events]
         bodies = [encode_body(publish.event, self._wire) for publish in events]
         key, header = self._key(self._names.events(turn_id)), publication_header(types, bodies)
         self.arguments += ("E", key, int(opens), lifetime, len(events), header, *types, *bodies)
 
-    def _append(self, key: str, appended: Sequence[Append]) -> int:
+    def _append(self, key: str, appended: list[Append]) -> int:
         """Write appends to one list; the number of effects."""
-        chunks = [appended[first : first + _APPEND_CHUNK] for first in range(0, len(appended), _APPEND_CHUNK)]
+        chunks = [appended]
+        if len(appended) > _APPEND_CHUNK:
+            chunks = [appended[first : first + _APPEND_CHUNK] for first in range(0, len(appended), _APPEND_CHUNK)]
         for chunk in chunks:
             self.arguments += ("L", self._key(key), len(chunk))
             self.arguments += [encode_body(entry.message, self._wire) for entry in chunk]

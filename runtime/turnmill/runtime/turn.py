@@ -318,15 +318,17 @@ class Turn:
         async for piece in self._raw_events(after):
             decoded: list[tuple[int, Event]] = []
             for raw in piece:
-                if chosen is not None and raw.kind not in chosen:
+                kind = raw.kind
+                if chosen is not None and kind not in chosen:
                     continue
-                event = event_from_wire(raw.kind, raw.body)
+                event = event_from_wire(kind, raw.body)
                 if isinstance(event, Unreadable):
                     continue  # of a newer version: what this reader does not know, it does not show
-                if raw.kind in _NOTED:
+                if kind in _NOTED:
                     self._note(event)
-                seen.add(event)
-                if isinstance(event, StepFinished):
+                if kind in SeenStep.kinds:
+                    seen.add(event)
+                elif isinstance(event, StepFinished):
                     event = seen.filled(event) or await self._with_step(event)
                 decoded.append((raw.number, event))
             if decoded:
