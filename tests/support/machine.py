@@ -234,10 +234,12 @@ class Session:
     def abort(self, reason: str | None = None, turn_id: str | None = None) -> Answer:
         return self.command(AbortTurn, turn_id=turn_id or self.turn_id, reason=reason)
 
-    def resume(self, results: Mapping[str, Any] | None = None, message: str | None = None, **fields: Any) -> Answer:
+    def resume(
+        self, results: Mapping[str, Any] | None = None, message: str | Message | None = None, **fields: Any
+    ) -> Answer:
         """Give results by call id."""
         given = [ToolResult(tool_call_id=key, tool_name="", result=value) for key, value in (results or {}).items()]
-        said = None if message is None else Message(role="user", content=message)
+        said = Message(role="user", content=message) if isinstance(message, str) else message
         return self.command(ResumeTurn, **{"turn_id": self.turn_id, "tool_results": given, "message": said, **fields})
 
     def decide(self, *, reason: str | None = None, **decisions: bool) -> Answer:

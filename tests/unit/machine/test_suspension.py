@@ -198,7 +198,7 @@ def test_a_message_that_would_break_the_conversation_is_refused_with_its_results
     session = suspended("a")
     orphan = Message(role="assistant", content=[TextPart("x"), ToolCallPart(ToolCall(id="x", name="a"))])
     results = [ToolResult(tool_call_id="a", tool_name="a", result=1)]
-    answer = session.resume(tool_results=results, message=orphan)  # type: ignore[arg-type]
+    answer = session.resume(tool_results=results, message=orphan)
     assert answer.error is not None
     assert answer.error.kind == "bad_request"
     assert session.results() == []
