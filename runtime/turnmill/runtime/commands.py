@@ -24,8 +24,9 @@ from turnmill.protocol.messages import (
 )
 
 from . import pairing
+from .calls import settle
 from .draft import Draft
-from .endings import abort_turn, drop_queued, host_calls
+from .endings import abort_turn, drop_queued, host_calls, plan_lost
 from .flow import advance_turn
 from .state import CallState, CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, TurnState
 from .steps import claim_steering, retry_model
@@ -51,6 +52,11 @@ def _refused(turn_id: str, kind: ErrorKind, text: str, pending: list[str] | None
     return Answer(turn_id=turn_id, error=error, pending=pending or [])
 
 
+def _full(turn_id: str, count: int) -> Answer:
+    text = f"{count} messages wait for turn {turn_id} already (TURNMILL_SESSION_QUEUE_MAX)"
+    return _refused(turn_id, ErrorKind.STEERING_FULL, text)
+
+
 # ---- steering
 
 
@@ -69,8 +75,7 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
     known = {item.steering_id for item in waiting} | set(turn.steered if turn is not None else ())
     if command.steering_id not in known:
         if len(waiting) >= pending_max:
-            text = f"{len(waiting)} messages wait for turn {command.turn_id} already (TURNMILL_SESSION_QUEUE_MAX)"
-            return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.STEERING_FULL, text))
+            return draft.reply(command.steering_id, _full(command.turn_id, len(waiting)))
         item = Steering(command.steering_id, command.message)
         if turn is not None:
             add_steering(draft, turn, item)
@@ -172,18 +177,17 @@ def delete_session(draft: Draft, command: DeleteSession) -> None:
 # ---- the host's results
 
 
-def resume(draft: Draft, command: ResumeTurn) -> None:
+def resume(draft: Draft, command: ResumeTurn, pending_max: int) -> None:
     """Take results of calls that no worker runs; the first result of a call wins."""
     turn = live_turn(draft, command.turn_id)
-    answer = _resume_problem(command, turn)
+    answer = _resume_problem(command, turn, pending_max)
     if answer is not None or turn is None:
         return draft.reply(command.request_id, answer or Answer(turn_id=command.turn_id))
     taken = []
     for result in command.tool_results:
         call = _call_by_id(turn, result.tool_call_id)
         if call is not None and call.status is CallStatus.HOST:
-            pairing.settle(call, result)
-            draft.keep_blobs(result)
+            settle(draft, turn, call, result)
             taken.append(call.tool_call.id)
     turn.answered = [*turn.answered, *taken]
     if command.message is not None and command.request_id not in turn.steered:
@@ -192,17 +196,19 @@ def resume(draft: Draft, command: ResumeTurn) -> None:
     if turn.phase is TurnPhase.SUSPENDED and (taken or turn.failed_exchange is not None):
         _wake(draft, turn, taken)
     elif taken and turn.phase is TurnPhase.TOOLS:
-        advance_turn(draft, turn)
+        _go_on(draft, turn)
     return None
 
 
-def _resume_problem(command: ResumeTurn, turn: TurnState | None) -> Answer | None:
+def _resume_problem(command: ResumeTurn, turn: TurnState | None, pending_max: int) -> Answer | None:
     if turn is None:
         text = f"turn {command.turn_id} waits for no result: it has ended"
         return _refused(command.turn_id, ErrorKind.NO_PENDING_TOOLS, text)
     fault = pairing.fault([command.message]) if command.message is not None else None
     if fault is not None:
         return _refused(command.turn_id, ErrorKind.BAD_REQUEST, fault)
+    if command.message is not None and command.request_id not in turn.steered and len(turn.steering) >= pending_max:
+        return _full(command.turn_id, len(turn.steering))
     pending = host_calls(turn)
     ids = [result.tool_call_id for result in command.tool_results]
     unknown = [call_id for call_id in ids if call_id not in pending and call_id not in turn.answered]
@@ -223,11 +229,19 @@ def _wake(draft: Draft, turn: TurnState, call_ids: list[str]) -> None:
     draft.publish(TurnResumed(tool_call_ids=call_ids))
     draft.record_status(turn.turn_id, "running")
     draft.feed(turn.turn_id, turn.agent_id, TurnResumed.type)
+    if draft.plan_of(turn) is None:
+        return plan_lost(draft, turn)
     if turn.failed_exchange is not None:
         turn.failed_exchange = None
         claim_steering(draft, turn)
         return retry_model(draft, turn)
     turn.phase = TurnPhase.TOOLS
+    return advance_turn(draft, turn)
+
+
+def _go_on(draft: Draft, turn: TurnState) -> None:
+    if draft.plan_of(turn) is None:
+        return plan_lost(draft, turn)
     return advance_turn(draft, turn)
 
 
@@ -253,7 +267,7 @@ def decide_approvals(draft: Draft, command: DecideApprovals) -> None:
         return None
     if turn.phase is TurnPhase.SUSPENDED:
         return _wake(draft, turn, [item.tool_call_id for item in decided])
-    return advance_turn(draft, turn)
+    return _go_on(draft, turn)
 
 
 def waiting_approvals(turn: TurnState | None) -> list[str]:
@@ -301,4 +315,4 @@ def wake_after_expiry(draft: Draft, turn: TurnState, call_ids: list[str]) -> Non
     if turn.phase is TurnPhase.SUSPENDED:
         _wake(draft, turn, call_ids)
     else:
-        advance_turn(draft, turn)
+        _go_on(draft, turn)

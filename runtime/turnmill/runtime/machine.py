@@ -154,7 +154,7 @@ def _decide(draft: Draft, message: Input, limits: Limits) -> None:
         case AbortTurn():
             commands.abort(draft, message)
         case ResumeTurn():
-            commands.resume(draft, message)
+            commands.resume(draft, message, limits.queued_turns_max)
         case DecideApprovals():
             commands.decide_approvals(draft, message)
         case DeleteSessionCommand():

@@ -191,10 +191,10 @@ def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo, reply: ModelRe
     if reply is not None:
         note_attempt(turn, reply, error.kind)
     agent = draft.plan(turn).agent
-    if error.kind == ErrorKind.CONTEXT_OVERFLOW and turn.compactions < COMPACTIONS_MAX:
-        return start_compaction(draft, turn, "overflow", error)
     if agent.mode == "single_exchange":
         return _exchange_failed(draft, turn, error)
+    if error.kind == ErrorKind.CONTEXT_OVERFLOW and turn.compactions < COMPACTIONS_MAX:
+        return start_compaction(draft, turn, "overflow", error)
     policy = agent.retry
     limited = error.kind == ErrorKind.RATE_LIMITED and error.retryable and turn.waits < RATE_LIMIT_WAITS_MAX
     if limited:
@@ -331,8 +331,8 @@ def _live_event(body: dict[str, object]) -> Event | None:
 def ask_for_repair(draft: Draft, turn: TurnState, agent: AgentSpec, problem: str) -> bool:
     """Tell the model what is wrong with its answer. Returns False where it has had its chances: the turn has failed."""
     assert agent.output is not None
-    is_last = turn.step >= agent.max_steps and agent.mode == "auto"
-    if turn.repairs >= agent.output.repairs or is_last:
+    # A single exchange has one provider call, right or wrong.
+    if agent.mode == "single_exchange" or turn.repairs >= agent.output.repairs or turn.step >= agent.max_steps:
         text = f"the answer is not the JSON that was asked for: {problem}"
         fail_turn(draft, turn, ErrorInfo(kind=ErrorKind.OUTPUT_INVALID, message=text))
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.machine import SESSION, Session, call, plan_of, texts
-from turnmill.protocol.content import Message, TextPart, ToolCall, ToolCallPart
+from turnmill.protocol.content import BlobRef, Message, TextPart, ToolCall, ToolCallPart
 from turnmill.protocol.messages import SteerTurn
 from turnmill.protocol.specs import AgentSpec, HookSpec, ToolSpec
 from turnmill.runtime.machine import Limits
@@ -304,8 +304,6 @@ def test_queue_mode_is_bounded_and_can_be_taken_back() -> None:
 
 
 def test_large_steering_is_kept_for_a_turn_that_waits() -> None:
-    from turnmill.protocol.content import BlobRef
-
     session = Session()
     session.start()
     session.start(turn_id="turn-b")

@@ -6,7 +6,7 @@ import pytest
 
 from support.machine import PLAN, Session, call, texts
 from turnmill.protocol.content import Message, TextPart, ToolCall, ToolCallPart, ToolResult
-from turnmill.protocol.specs import AgentSpec, HookSpec, OutputSpec, RetryPolicy, ToolSpec
+from turnmill.protocol.specs import AgentSpec, Approval, HookSpec, OutputSpec, RetryPolicy, ToolSpec
 
 AGENT = AgentSpec(name="agent", model="scripted:x")
 EXCHANGE = AgentSpec(name="agent", model="scripted:x", mode="single_exchange", tools=["a", "b"])
@@ -167,8 +167,6 @@ def test_a_message_while_calls_wait_is_refused(on_busy: str) -> None:
 
 def test_a_person_who_must_approve_is_named_in_the_refusal() -> None:
     agent = AgentSpec(name="agent", model="scripted:x")
-    from turnmill.protocol.specs import Approval
-
     session = Session(agent, [ToolSpec(name="a", approval=Approval(mode="always"))])
     session.start()
     session.answer("", [call("a", "a")])
@@ -379,12 +377,24 @@ def test_without_an_extractor_there_are_no_signals() -> None:
     assert session.plans[PLAN].agent.signals is None
 
 
-def test_an_answer_of_the_wrong_form_is_repaired_behind_any_number_of_exchanges() -> None:
+def test_an_answer_of_the_wrong_form_is_not_repaired_in_a_single_exchange() -> None:
+    # AE-03, LC-16: one command, one provider call
     agent = AgentSpec(
         name="agent", model="scripted:x", mode="single_exchange", max_steps=1, output=OutputSpec(schema={})
     )
     session = suspended("a", agent=agent)
     session.resume({"a": 1})
+    calls = len(session.model_tasks)
     session.answer("no JSON", output_error="no JSON")
-    session.answer("{}")
-    assert session.events()[-1].result.is_json is True
+    assert session.events()[-1].error_type == "output_invalid"
+    assert len(session.model_tasks) == calls
+
+
+def test_a_history_too_long_is_an_exchanges_error() -> None:
+    # AE-03, AE-09
+    session = suspended("a", agent=EXCHANGE)
+    session.resume({"a": 1})
+    session.fail_model("context_overflow", retryable=False)
+    assert session.events()[-1].type == "turn.suspended"
+    assert session.events()[-1].error.kind == "context_overflow"
+    assert not any(task.compact for task in session.model_tasks)
