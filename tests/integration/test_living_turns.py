@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import sys
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from apps.living import APP, assistant
 from support.processes import ROOTS
 from support.stage import PATIENCE_SECONDS, Stage, open_stage
 from support.waiting import wait_until_async
-from turnmill.protocol.errors import CommandRefusedError, TurnAbortedError, TurnFailedError
+from turnmill.protocol.errors import CommandRefusedError, DefinitionError, TurnAbortedError, TurnFailedError
 from turnmill.runtime import TurnOptions
 from turnmill.runtime.client import open_client
 from turnmill.runtime.sub_turns import SubTurnEvent
@@ -81,6 +82,9 @@ async def test_a_failed_exchange_leaves_the_rest_usable(stage: Stage) -> None:
         with pytest.raises(CommandRefusedError) as wrong:
             await turn.resume(tool_results=results)
         assert (wrong.value.kind, wrong.value.pending) == (kind, (pending,))
+    for unsendable in (math.nan, 2**70, "\ud800", object()):
+        with pytest.raises(DefinitionError, match="cannot be sent"):
+            await turn.resume(tool_results={pending: unsendable})
     assert len(await seen(stage)) == 1, "a refusal calls no provider"
     await turn.resume(tool_results={pending: "Ada"})
     assert "Ada" in (await turn.result()).answer

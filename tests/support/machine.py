@@ -360,6 +360,9 @@ class Session:
             case Replace(message):
                 self.replacements.append(message)
             case Send(message):
+                if isinstance(message, StartTurn | HandOff):
+                    parent = message.parent.turn_id if isinstance(message, StartTurn) and message.parent else ""
+                    assert not {parent, message.turn_id} & set(self.cancelled), "something new behind a stop"
                 self.sent.append(message)
             case Cancel():
                 self.cancelled[effect.turn_id] = effect.reason
@@ -375,8 +378,8 @@ class Session:
             case DispatchModel(task):
                 self._dispatch_model(task)
             case DispatchTool(task):
-                assert self.state.turn is None or task.turn_id == self.state.turn.turn_id or task.turn_id in self.closed
                 assert task.turn_id not in self.closed, "a call was handed out for a turn that has ended"
+                assert task.turn_id not in self.cancelled, "a call was handed out behind a stop"
                 self.tasks.append(task)
             case Record(turn_id, fields):
                 self.records.setdefault(turn_id, {}).update(fields)
@@ -404,6 +407,7 @@ class Session:
 
     def _dispatch_model(self, task: ModelTask) -> None:
         assert task.turn_id not in self.closed, "a model call was handed out for a turn that has ended"
+        assert task.turn_id not in self.cancelled, "a model call was handed out behind a stop"
         assert task.messages <= len(self.transcript), "the task refers to messages that are not there"
         fault = history_fault(self.request_of(task))
         assert fault is None, fault
@@ -435,6 +439,8 @@ class Session:
             assert self.timer_ms is None, "a timer is left behind"
             return
         assert turn.calls or turn.phase != "tools", "a step waits for no call"
+        status = "suspended" if turn.phase == "suspended" else "running"
+        assert self.records[turn.turn_id]["status"] == status
         waits_for_ever = turn.phase == "suspended" and turn.deadline_ms is None
         if not waits_for_ever or any(call.status == "approval" for call in turn.calls):
             assert self.timer_ms is not None, "a live turn has no timer: nothing would wake it"

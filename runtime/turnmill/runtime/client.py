@@ -192,7 +192,8 @@ class Client:
                 msgspec.convert(msgspec.to_builtins(command), type(command))
                 msgspec.msgpack.encode(command)
         except (TypeError, ValueError, OverflowError, UnicodeError, RecursionError) as error:
-            raise DefinitionError(f"the turn cannot be sent: {error}") from error
+            what = "turn" if isinstance(command, StartTurn) else "command"
+            raise DefinitionError(f"the {what} cannot be sent: {error}") from error
         return body
 
     async def submit(self, command: StartTurn) -> None:

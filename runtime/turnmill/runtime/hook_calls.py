@@ -80,7 +80,7 @@ def conversation(draft: Draft) -> dict[str, Any]:
     state = draft.state
     place: dict[str, Any] = {"messages": state.length}
     if state.view_end:
-        place |= {"view": state.view, "view_end": state.view_end}
+        place |= {"view": [list(segment) for segment in state.view], "view_end": state.view_end}
     return place
 
 

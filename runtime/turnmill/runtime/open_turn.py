@@ -86,6 +86,8 @@ class OpenTurn:
         self.step_calls = 0
         self.tools: dict[int, Span] = {}
         self.ready: dict[int, tuple[ToolCall, int]] = {}
+        self.between_attempts: set[int] = set()
+        """Calls whose last attempt has ended, and whose next one waits for its time."""
         """Calls that nobody runs so far; some get a result without having run."""
         self.hook: Span | None = None
         self._emit = emit
@@ -159,6 +161,7 @@ class OpenTurn:
         self._end_step(now_ms, "step.stop", "halted", None)
         self.step_number, self.step_calls = number, 0
         self.ready.clear()
+        self.between_attempts.clear()
         self.step = Span(now_ms, call=str(number))
         self._tell("step.start", self.step, now_ms)
 
@@ -203,6 +206,7 @@ class OpenTurn:
     def begin_tool(self, event: ToolExecutionStarted, task: ToolTask | None, now_ms: int) -> None:
         self.go_on(now_ms)
         index = event.index
+        self.between_attempts.discard(index)
         self.cut_tool(index, now_ms, "error", ErrorInfo(kind=ErrorKind.DELIVERY_LOST, message="the call is repeated"))
         known = self.ready.pop(index, None)
         arguments = task.arguments if task is not None else known[0].arguments if known is not None else {}
@@ -213,6 +217,8 @@ class OpenTurn:
 
     def end_tool(self, event: ToolExecutionFinished, now_ms: int) -> None:
         index = event.index
+        if index in self.between_attempts:
+            return None  # stopped while nothing of it ran: its attempts have ended already
         span = self.tools.pop(index, None) or self._never_run(index)
         if span is None:
             span = Span(

@@ -245,7 +245,10 @@ def results_of(given: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any
     """A host's results in the form of the wire. Raises `DefinitionError` for what is none."""
     if isinstance(given, Mapping):
         given = [{"tool_call_id": call_id, "result": value} for call_id, value in given.items()]
-    return [_host_result(item) for item in given]
+    try:
+        return [_host_result(item) for item in given]
+    except (TypeError, ValueError) as error:
+        raise DefinitionError(f"a tool result cannot be sent: {error}") from error
 
 
 def _host_result(item: ToolResult | Mapping[str, Any]) -> ToolResult:

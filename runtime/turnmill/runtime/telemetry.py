@@ -220,6 +220,7 @@ class RuntimeTelemetry:
             if index < len(live.calls) and live.calls[index].status is CallStatus.BACKOFF:
                 error = ErrorInfo(kind=ErrorKind.INTERNAL, message="the attempt failed; the call is repeated")
                 turn.cut_tool(index, now_ms, "error", error)
+                turn.between_attempts.add(index)
 
     # ---- turns
 
@@ -254,6 +255,7 @@ class RuntimeTelemetry:
             return turn
         turn.turn = Span(state.started_ms)
         turn.step = step if is_in_step else None
+        turn.between_attempts = {call.index for call in state.calls if call.status is CallStatus.BACKOFF}
         for call in state.calls:
             if call.status is CallStatus.RUNNING:
                 turn.tools[call.index] = _running(state, call, now_ms)
