@@ -93,6 +93,18 @@ async def test_a_failed_exchange_leaves_the_rest_usable(stage: Stage) -> None:
     assert late.value.kind == "no_pending_tools"
 
 
+async def test_a_conversation_is_not_cut_between_a_call_and_its_result(stage: Stage) -> None:
+    """AC-07: `rewind_to` takes only what a provider would accept."""
+    await (await stage.client.turn(assistant, "fetch", session="s")).result()
+    for wrong in (-1, 2, 99):
+        with pytest.raises(DefinitionError, match="no closed step that ends there"):
+            await stage.client.turn(assistant, "again", session="s", rewind_to=wrong)
+    again = await stage.client.turn(assistant, "again", session="s", rewind_to=3)
+    assert (await asyncio.wait_for(again.result(), PATIENCE_SECONDS)).answer == "echo again"
+    roles = [role for role, _ in (await seen(stage))[-1]["messages"]]
+    assert roles == ["user", "assistant", "tool", "user"]
+
+
 async def test_one_of_two_calls_answered_and_everything_restarted(stage: Stage) -> None:
     """AC-05, AE-06, AE-12: the other one is still pending; nothing is run again, nothing skipped."""
     turn = await stage.client.turn(assistant, "both", session="s")

@@ -31,6 +31,7 @@ from .refusals import refusal
 from .registry import publish
 from .sessions import Session
 from .telemetry import current_trace
+from .transcripts import closed_length
 from .turn import Turn
 
 _DEFAULT_OPTIONS = TurnOptions()
@@ -82,6 +83,8 @@ class Client:
         if on_busy not in _ON_BUSY:
             raise DefinitionError(f"on_busy={on_busy!r}: one of {', '.join(_ON_BUSY)}")
         session_id = _session_id(session, idempotency_key)
+        if rewind_to is not None:
+            await self._check_cut(session_id, rewind_to)
         reference = await self._reference(agent, options)
         keys = self.keys.of_session(session_id)
         command = StartTurn(
@@ -100,19 +103,31 @@ class Client:
             is_text=isinstance(message, str),
         )
         turn = Turn(self, command.turn_id, session_id=session_id, agent=agent, message=message, options=options)
-        if idempotency_key is not None:
-            claimed = await claim_turn(self.engine, keys, command, idempotency_key, self.settings.record_ttl)
-            if claimed != command.turn_id:
-                command = msgspec.structs.replace(command, turn_id=claimed)
-                turn = self.attach(claimed)
-                if await self.engine.call("EXISTS", keys.turn(claimed)):
-                    return turn
-        else:
+        if idempotency_key is None:
             turn.is_new = True
-        turn = await self._start(command, turn)
+            turn = await self._start(command, turn)
+        else:
+            turn = await self._start_once(command, turn, keys, idempotency_key)
         if options.signal is not None:
             self._chain(options.signal, turn)
         return turn
+
+    async def _start_once(self, command: StartTurn, turn: Turn, keys: PartitionKeys, idempotency_key: str) -> Turn:
+        """The turn that the key stands for; its command is sent again unless a coordinator has read it."""
+        claimed = await claim_turn(self.engine, keys, command, idempotency_key, self.settings.record_ttl)
+        if claimed != command.turn_id:
+            command, turn = msgspec.structs.replace(command, turn_id=claimed), self.attach(claimed)
+            if await self.engine.call("EXISTS", keys.turn(claimed)):
+                return turn
+        return await self._start(command, turn)
+
+    async def _check_cut(self, session_id: str, rewind_to: int) -> None:
+        """A conversation that ends between a call and its result would be refused by every provider from then on."""
+        if rewind_to < 0 or closed_length(await self.transcript(session_id, 0, rewind_to)) != rewind_to:
+            raise DefinitionError(
+                f"rewind_to={rewind_to}: session {session_id} has no closed step that ends there; `Session.retry` knows "
+                "where its turns begin"
+            )
 
     async def _start(self, command: StartTurn, turn: Turn) -> Turn:
         """Submit, and wait for the answer where the policy asks for one."""

@@ -272,7 +272,6 @@ def _busy(draft: Draft, live: TurnState, command: StartTurn, limits: Limits) -> 
 
 def _steer_instead(draft: Draft, live: TurnState, command: StartTurn) -> None:
     """The messages join the live turn; the turn that was asked for does not come to be."""
-    draft.new_turn = None
     for index, message in enumerate(command.messages):
         steering_id = command.turn_id if index == 0 else f"{command.turn_id}.{index}"
         commands.add_steering(draft, live, Steering(steering_id, message))
