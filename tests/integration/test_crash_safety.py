@@ -499,6 +499,23 @@ async def test_a_tool_worker_hands_back(stage: Stage, name: str) -> None:
     await stage.assert_idle()
 
 
+async def test_a_tool_that_cannot_be_stopped_does_not_keep_its_worker(stage: Stage) -> None:
+    """AC-58: the call is handed back, and the process ends although a task and a thread of it do not."""
+    processes = stage.processes
+    processes.coordinator()
+    processes.llm(APP)
+    leaving = processes.tools(APP, queues=["default"], drain_timeout=0.3)
+    turn = await ask(stage, told([call("deaf", gate="deaf")]))
+    await stage.reached("deaf")
+    leaving.terminate()
+    await gone(leaving)
+    assert leaving.popen.returncode == 0
+    assert "handed_back=1" in leaving.log() and "could not be stopped" in leaving.log()
+    processes.tools(APP, queues=["default"])
+    await assert_answer(stage, turn)
+    await assert_session_is_usable(stage)
+
+
 async def test_an_llm_worker_drains_and_hands_back(stage: Stage) -> None:
     """AC-58: a stream that ends within the drain timeout is the answer; one that does not is attempted elsewhere."""
     processes = stage.processes

@@ -319,7 +319,7 @@ async def test_a_result_counts_once(stage: Stage) -> None:
 
 async def test_a_result_after_its_timeout_is_late(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """AC-15: the worker never answers within the call's time; the machine's own deadline ends the call."""
-    monkeypatch.setattr("turnmill.runtime.steps.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("turnmill.runtime.calls.GRACE_SECONDS", 0.2)
     hand = ToolByHand(stage)
     turn = await hand.start("lever", options={"timeout_seconds": 0.5, "start_timeout_seconds": 0.5})
     entry_id, task = await hand.take()

@@ -71,8 +71,8 @@ async def test_a_host_owned_exchange_keeps_its_shape(stage: Stage) -> None:
     assert shown == json.loads(GOLDEN.read_text())
 
 
-async def test_a_failed_exchange_leaves_the_rest_usable(stage: Stage) -> None:
-    """AE-05, AE-09, AE-10."""
+async def test_a_refusal_leaves_a_turn_at_rest_usable(stage: Stage) -> None:
+    """AE-05, AE-10."""
     turn = await stage.client.turn(assistant, "ask name?", session="s", options=HOST)
     pending = (await rest(turn)).pending[0].id
     with pytest.raises(TurnFailedError) as refused:

@@ -154,25 +154,6 @@ def _is_running(pid: int) -> bool:
 # ---- approvals and the host
 
 
-async def test_four_approvals_in_reverse_two_yes_one_no_one_expired(stage: Stage) -> None:
-    """AC-04."""
-    options = TurnOptions(approvals={"pay": "always"})
-    turn = await stage.client.turn(assistant, "pay 1 2 3 4", session="s", options=options)
-    ids = [call.id for call in (await end(turn)).approvals]
-    assert await turn.approve(ids[3]) == tuple(ids[:3])
-    await turn.deny(ids[2], reason="too much")
-    await turn.approve(ids[1])
-    assert list(await turn.deny(ids[0], reason="no")) == []
-    result = await end(turn)
-    texts = [call.result for call in result.function_calls]
-    assert texts[1::2] == ["paid 2", "paid 4"]
-    assert "denied the call: too much" in texts[2] and "denied the call: no" in texts[0]
-    assert sorted((await stage.effects(turn)).values()) == [1, 1]
-    closing = [message.step for message in result.messages if message.role == "tool"]
-    assert closing == [1, 1, 1, 1], "one append of all results"
-    await stage.assert_sound(turn.id)
-
-
 async def test_a_resumed_turn_rests_again_and_takes_a_message_along(stage: Stage) -> None:
     """AE-07, AE-11."""
     turn = await stage.client.turn(assistant, "ask one?", session="s")

@@ -11,6 +11,7 @@ The model `scripted:plan` does what the user's message says, as JSON: `{"steps":
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -38,6 +39,16 @@ def play() -> redis.asyncio.Redis:
 async def come_to(gate: str) -> None:
     """Say that the gate was reached, and wait until it is open."""
     await play().incr(f"{PLAY}reached:{gate}")
+    polling = asyncio.create_task(_opened(gate))
+    try:
+        await asyncio.wait({polling})
+        polling.result()
+    finally:
+        polling.cancel()
+
+
+async def _opened(gate: str) -> None:
+    """In a task of its own, because redis-py loses some cancellations that hit a command under way."""
     while not await play().exists(f"{PLAY}open:{gate}"):
         await asyncio.sleep(POLL_SECONDS)
 
@@ -111,6 +122,18 @@ async def unserved(value: str, context: ToolContext) -> str:
     return await work(context, value, "")
 
 
+@tool(on_lost="fail")
+async def deaf(value: str, context: ToolContext, gate: str) -> str:
+    """Lets nobody stop it: neither its task nor the thread that it waits for ends before its time."""
+    await play().incr(f"{PLAY}reached:{gate}")
+    hung = asyncio.to_thread(time.sleep, 3600)
+    waiting = asyncio.ensure_future(hung)
+    while not waiting.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(waiting)
+    return f"{value} done"
+
+
 def as_told(request: ProviderRequest) -> Reply:
     told = json.loads(next(message.text for message in reversed(request.messages) if message.role == "user"))
     steps = told.get("steps", [])
@@ -137,5 +160,5 @@ async def talker(request: ModelRequest) -> AsyncIterator[str]:
         await asyncio.sleep(0.02)  # lets every word leave in a flush of its own
 
 
-worker = Agent("worker", "scripted:plan", tools=[once, again, nap, block, burn, hang, awaited, unserved])
+worker = Agent("worker", "scripted:plan", tools=[once, again, nap, block, burn, hang, awaited, unserved, deaf])
 speaker = Agent("speaker", "host:talker")

@@ -41,7 +41,7 @@ class Fleet:
         self.settings: Settings = load_settings(redis_url=redis_url, namespace=namespace, **values)
         self.keys = Keys(namespace, self.settings.partitions)
         self.running: dict[str, Process] = {}
-        self._processes = Processes(redis_url, namespace, directory, values)
+        self.processes = Processes(redis_url, namespace, directory, values)
         self._redis = redis.Redis.from_url(redis_url)
         self._shown: dict[str, int] = {}
 
@@ -94,7 +94,7 @@ class Fleet:
     def new_log_lines(self) -> dict[str, list[str]]:
         """What each process has logged since the last call."""
         lines = {}
-        for process in self._processes.all:
+        for process in self.processes.all:
             text = process.log()
             lines[process.name] = text[self._shown.get(process.name, 0) :].splitlines()
             self._shown[process.name] = len(text)
@@ -107,16 +107,16 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._redis.close()
-        self._processes.__exit__(kind, error, trace)
+        self.processes.__exit__(kind, error, trace)
 
     def _start(self, role: str) -> Process:
         match role:
             case "coordinator":
-                process = self._processes.coordinator()
+                process = self.processes.coordinator()
             case "llm":
-                process = self._processes.llm(self.app)
+                process = self.processes.llm(self.app)
             case _:
-                process = self._processes.tools(self.app)
+                process = self.processes.tools(self.app)
         self.running[role] = process
         return process
 

@@ -70,6 +70,14 @@ class Stage:
             if field.decode().startswith(wanted)
         }
 
+    async def asked(self, session_id: str) -> list[dict[str, Any]]:
+        """What a model that records it (`apps.offices`) was asked in a session, request by request."""
+        return [json.loads(entry) for entry in await self.redis.lrange(f"{self._play}asked:{session_id}", 0, -1)]
+
+    async def noted(self) -> list[Any]:
+        """What hooks wrote down, in its order."""
+        return [json.loads(entry) for entry in await self.redis.lrange(f"{self._play}noted", 0, -1)]
+
     async def event(self, turn: Turn, kind: str, **fields: Any) -> Any:
         """Wait for an event of a turn with these fields; the turn must not end before."""
         async for event in turn.events():

@@ -28,7 +28,8 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class Parent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The call of another turn that a sub-turn answers. `depth` is 1 for the child of a turn that is none itself."""
+    """The call of another turn that a sub-turn answers. `depth` is 1 for the child of a turn that is none itself, whose
+    agent has said how deep it may go: `max_depth`."""
 
     session_id: str
     turn_id: str
@@ -36,6 +37,7 @@ class Parent(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     attempt: int
     depth: int
     token: str = ""
+    max_depth: int | None = None
 
 
 class StartTurn(Body, frozen=True, kw_only=True):

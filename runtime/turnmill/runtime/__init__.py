@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .client import Client, connect
     from .definitions import Agent, AgentHooks, TurnOptions, has_tool_call, step_count_is
     from .results import TurnResult
+    from .sub_turns import SubTurnEvent
     from .tool_definitions import HostTool, handoff_to
     from .turn import Turn
 
@@ -68,6 +69,7 @@ __all__ = [
     "SessionBusyError",
     "StepResult",
     "StopCondition",
+    "SubTurnEvent",
     "TextPart",
     "ToolCall",
     "ToolResult",
@@ -112,6 +114,7 @@ _HOMES = {
     "SessionBusyError": _PROTOCOL + "errors",
     "StepResult": _PROTOCOL + "step_results",
     "StopCondition": _PROTOCOL + "specs",
+    "SubTurnEvent": ".sub_turns",
     "TextPart": _PROTOCOL + "content",
     "ToolCall": _PROTOCOL + "content",
     "ToolResult": _PROTOCOL + "content",

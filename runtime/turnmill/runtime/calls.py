@@ -31,7 +31,16 @@ from turnmill.protocol.trace_context import child_trace
 from . import pairing
 from .draft import Draft, encode_json
 from .effects import DispatchTool, Keep, Send
-from .endings import abort_child, call_text, child_session, fail_turn, plan_lost, publish_step_finished, suspend_turn
+from .endings import (
+    abort_child,
+    call_text,
+    child_session,
+    depth_limit,
+    fail_turn,
+    plan_lost,
+    publish_step_finished,
+    suspend_turn,
+)
 from .state import CallState, CallStatus, Halt, TurnPhase, TurnState
 
 GRACE_SECONDS = 5.0
@@ -183,8 +192,9 @@ def note_progress(draft: Draft, turn: TurnState, call: CallState) -> None:
 def _start_sub_turn(draft: Draft, turn: TurnState, call: CallState, spec: ToolSpec) -> None:
     agent = draft.plan(turn).agent
     depth = turn.parent.depth + 1 if turn.parent is not None else 1
-    if depth > agent.max_depth or turn.sub_turns >= agent.max_sub_turns:
-        limit = f"max_depth={agent.max_depth}" if depth > agent.max_depth else f"max_sub_turns={agent.max_sub_turns}"
+    max_depth = depth_limit(draft, turn)
+    if depth > max_depth or turn.sub_turns >= agent.max_sub_turns:
+        limit = f"max_depth={max_depth}" if depth > max_depth else f"max_sub_turns={agent.max_sub_turns}"
         return settle(draft, turn, call, pairing.not_executed(call.tool_call, f"{ErrorKind.SUB_TURN_LIMIT}: {limit}"))
     turn.sub_turns += 1
     name = f"{turn.step}.{call.index}"
@@ -213,7 +223,14 @@ def _start_sub_turn(draft: Draft, turn: TurnState, call: CallState, spec: ToolSp
         tenant=turn.tenant,
         priority=turn.priority,
         trace=child_trace(turn.trace, turn.turn_id, name, call.attempt),
-        parent=Parent(session_id=draft.session_id, turn_id=turn.turn_id, call=name, attempt=call.attempt, depth=depth),
+        parent=Parent(
+            session_id=draft.session_id,
+            turn_id=turn.turn_id,
+            call=name,
+            attempt=call.attempt,
+            depth=depth,
+            max_depth=max_depth,
+        ),
         deadline_ms=call.due_ms,
     )
     draft.effects.append(Send(command))

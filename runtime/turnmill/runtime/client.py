@@ -25,7 +25,7 @@ from turnmill.protocol.specs import ToolSpec
 from turnmill.protocol.streams import append_message
 
 from .channel import Channels
-from .definitions import Agent, TurnOptions
+from .definitions import Agent, TurnOptions, sent_metadata
 from .idempotency import claim_turn
 from .refusals import refusal
 from .registry import publish
@@ -93,7 +93,7 @@ class Client:
             agent=reference,
             messages=await self._stored(keys, _messages(message)),
             overrides=options.overrides(),
-            metadata=options.metadata,
+            metadata=sent_metadata(options.metadata),
             tenant=options.tenant,
             priority=options.priority,
             trace=current_trace(),

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, field_validator
 from turnmill.protocol.errors import DefinitionError
 from turnmill.protocol.keys import valid_name
 from turnmill.protocol.specs import AgentSpec, Compaction, Reasoning, RetryPolicy, StopCondition, ToolSpec
+from turnmill.protocol.values import pack_value
 
 from .definition_base import Definition, Options, check_approved_tools, published_fields
 from .hook_definitions import HOOK_POINTS, HookCollector, HookFunction, check_hook
@@ -234,6 +235,15 @@ class TurnOptions(Options):
         if self.tools is not None:
             check_approved_tools("TurnOptions", self.approvals or {}, self.tools)
 
+    @field_validator("metadata", mode="after")
+    @classmethod
+    def _metadata(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            sent_metadata(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"it cannot be sent: {error}") from None
+        return value
+
     @field_validator("signal", mode="before")
     @classmethod
     def _signal(cls, value: Any) -> Any:
@@ -273,6 +283,15 @@ class TurnOptions(Options):
         if not fields.get("own_tools", True):
             del fields["own_tools"]
         return fields
+
+
+def sent_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Metadata as it goes on the wire. Raises `TypeError` or `ValueError` for what has no JSON form."""
+    if not metadata:
+        return {}
+    plain = msgspec.to_builtins(metadata, builtin_types=(bytes, bytearray, memoryview), str_keys=True)
+    packed: dict[str, Any] = pack_value(plain)
+    return packed
 
 
 def nested_agents(roots: Iterable[Agent]) -> list[Agent]:

@@ -133,7 +133,7 @@ def abort_turn(draft: Draft, turn: TurnState, reason: str | None) -> None:
             pairing.settle(call, pairing.not_executed(call.tool_call, f"stopped: {turn.abort_reason}"))
     if any(call.child_turn_id and call.status is CallStatus.RUNNING for call in turn.calls):
         depth = turn.parent.depth if turn.parent is not None else 0
-        below = max(1, draft.plan(turn).agent.max_depth - depth) if draft.plan_of(turn) is not None else 1
+        below = max(1, depth_limit(draft, turn) - depth) if draft.plan_of(turn) is not None else 1
         turn.due_ms += int(SUB_TURN_GRACE_SECONDS * below * 1000)
     if not waits_for_model:
         end_if_stopped(draft, turn)
@@ -191,6 +191,12 @@ def settle_stopped(
 def abort_child(draft: Draft, turn: TurnState, call: CallState, reason: str) -> None:
     command = AbortTurn(session_id=child_session(draft.session_id, call), turn_id=call.child_turn_id, reason=reason)
     draft.effects.append(Send(command))
+
+
+def depth_limit(draft: Draft, turn: TurnState) -> int:
+    """How deep sub-turns may nest: the uppermost turn says it for all below."""
+    told = turn.parent.max_depth if turn.parent is not None else None
+    return draft.plan(turn).agent.max_depth if told is None else told
 
 
 def child_session(session_id: str, call: CallState) -> str:

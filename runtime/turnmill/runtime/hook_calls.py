@@ -107,7 +107,10 @@ def hook_waiting(draft: Draft, turn: TurnState, waiting: CallWaiting) -> None:
     assert hook is not None
     if not waiting.expired:
         return draft.discard("stale_finding")
-    text = f"no worker took it within {hook.spec.start_timeout_seconds:g} s: start `turnmill worker tools APP` with its app"
+    text = (
+        f"no worker took it from the queue {hook.spec.queue!r} within {hook.spec.start_timeout_seconds:g} s: start "
+        "`turnmill worker tools APP` with its app"
+    )
     return _fail(draft, turn, hook, text)
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
+import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +33,8 @@ _log = get_logger(__name__)
 _PUBLISH_SECONDS = 15.0
 _SERVER_LOOK_SECONDS = 1.0
 _DRAIN_GRACE_SECONDS = 3.0
+_EXIT_SECONDS = 5.0
+"""What a process takes at most to close its loop and threads when its role is over."""
 
 
 class Role(Protocol):
@@ -146,11 +151,31 @@ def tune_collector() -> None:
 async def _serve(role: Role, settings: Settings) -> None:
     """Run with the telemetry of the settings, until SIGTERM or SIGINT."""
     stop_telemetry = start_telemetry(settings.telemetry)
+    code = 1
     try:
         await _run_until_signal(role, settings)
+        code = 0
     finally:
         # It sends what is left, and blocks while it does: nothing else runs any more.
         stop_telemetry()
+        _exit_within(_EXIT_SECONDS, code)
+
+
+def _exit_within(seconds: float, code: int) -> None:
+    """End the process even if a user's function keeps it: a task that swallows cancellations, a thread that hangs.
+
+    The role has handed everything back or answered it, so nothing is lost by not waiting for such a function.
+    """
+
+    def end() -> None:
+        _log.warning("functions that could not be stopped were left in mid-run", waited_seconds=seconds)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 async def _run_until_signal(role: Role, settings: Settings) -> None:

@@ -402,7 +402,10 @@ def test_a_hook_that_nobody_takes_fails_the_turn_and_says_what_to_start() -> Non
     session.send(CallWaiting(**address))  # type: ignore[arg-type]
     assert session.counters == {"stale_finding": 1}
     session.send(CallWaiting(**address, expired=True))  # type: ignore[arg-type]
-    assert "no worker took it within 10 s: start `turnmill worker tools" in session.events()[-1].error
+    assert (
+        "no worker took it from the queue 'hooks' within 10 s: start `turnmill worker tools"
+        in session.events()[-1].error
+    )
 
 
 def test_too_many_signals_are_refused() -> None:

@@ -12,7 +12,6 @@ from turnmill.protocol.messages import ModelTask, TimerFired
 from turnmill.protocol.specs import AgentSpec
 from turnmill.runtime.effects import DispatchModel, Publish, SetTimer
 from turnmill.runtime.machine import Limits
-from turnmill.runtime.steps import GRACE_SECONDS
 
 
 def test_a_start_opens_the_channel_and_hands_out_the_first_model_call() -> None:
@@ -40,7 +39,7 @@ def test_a_start_opens_the_channel_and_hands_out_the_first_model_call() -> None:
         step_number=1,
         messages=1,
         metadata={"user": 7},
-        deadline_ms=1_000_000 + int((AGENT.model_timeout_seconds + GRACE_SECONDS) * 1000),
+        deadline_ms=1_000_000 + int(AGENT.model_timeout_seconds * 1000),
     )
     assert session.live == f"{turn_id}/1/1"
     assert session.last.new_turn == turn_id

@@ -45,7 +45,8 @@ def test_a_call_of_an_agent_starts_a_turn_on_a_session_below() -> None:
     assert child.agent == "expert@v1"
     assert texts(child.messages) == [("user", "sub-question")]
     assert (child.metadata, child.tenant, child.priority) == ({"user": 7}, "acme", 3)
-    assert child.parent == Parent(session_id=SESSION, turn_id=session.turn_id, call="1.0", attempt=1, depth=2)
+    own = Parent(session_id=SESSION, turn_id=session.turn_id, call="1.0", attempt=1, depth=2, max_depth=4)
+    assert child.parent == own
     assert child.deadline_ms == session.now_ms + 100_000
     started = session.events(None, "sub_turn.started")[0]
     assert (started.turn_id, started.session_id, started.agent_id) == (child.turn_id, child.session_id, "expert")
@@ -134,6 +135,18 @@ def test_a_turn_below_is_one_level_deeper() -> None:
     session = at_calls("expert", parent=parent)
     assert session.children == []
     assert "max_depth=4" in session.result_texts()[0]
+
+
+@pytest.mark.parametrize(("own", "told", "children"), [(4, 1, 0), (1, 4, 1), (0, 2, 1)])
+def test_the_uppermost_turn_says_how_deep_those_below_may_go(own: int, told: int, children: int) -> None:
+    parent = Parent(session_id="top", turn_id="top", call="1.0", attempt=1, depth=1, max_depth=told)
+    session = at_calls("expert", parent=parent, agent=AgentSpec(name="agent", model="scripted:x", max_depth=own))
+    assert len(session.children) == children
+    if children:
+        assert session.children[0].parent is not None
+        assert (session.children[0].parent.depth, session.children[0].parent.max_depth) == (2, told)
+    else:
+        assert f"max_depth={told}" in session.result_texts()[0]
 
 
 # ---- a sub-turn's own end

@@ -656,7 +656,7 @@ def cyclic() -> list[Any]:
         ({1: "a", "1": "b"}, "two keys"),
         (ToolOutput(content=["text"]), "ToolOutput holds a str"),  # type: ignore[list-item]
     ],
-    ids=str,
+    ids=["object", "nan", "infinity", "integer", "surrogate", "surrogate in it", "cycle", "two keys", "output"],
 )
 async def test_a_result_that_cannot_be_sent_is_an_error_result(returned: Any, reason: str) -> None:
     @tool

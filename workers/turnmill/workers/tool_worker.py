@@ -156,7 +156,7 @@ class ToolWorker:
             idempotency_key=task.idempotency_key,
             timeout_seconds=task.timeout_seconds,
             idle_timeout_seconds=task.idle_timeout_seconds,
-            metadata=task.metadata,
+            metadata=unpack_value(task.metadata),
             cancelled=cancelled,
             send_progress=_ProgressSender(self, task, partition),
             state=lambda: SessionValues(self._engine, self._keys.partitions[partition], task.session_id),
