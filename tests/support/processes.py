@@ -107,7 +107,12 @@ class Processes:
         }
         with log_path.open("wb") as log:
             popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self._directory,
             )
         process = Process(name, role, popen, log_path)
         self.all.append(process)

@@ -30,6 +30,8 @@ class OpenLink:
 class EngineThatConnectsWhenCancelled:
     """The connection is made in the very moment in which it is given up; `wait_for` of Python 3.11 returns it then."""
 
+    is_cluster = False
+
     def __init__(self) -> None:
         self.is_connecting = asyncio.Event()
 

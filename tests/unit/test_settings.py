@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from turnmill.protocol.errors import ConfigurationError
-from turnmill.protocol.settings import Settings, load_settings
+from turnmill.protocol.settings import Settings, load_settings, origins
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +149,7 @@ def test_variables_of_the_command_line_and_of_kubernetes_are_no_settings(monkeyp
         ("event_ttl", "-1", "greater than 0"),
         ("namespace", "a{b", "TURNMILL_NAMESPACE: 'a{b' is not allowed"),
         ("port", "70000", "65535"),
+        ("payload_bytes_max", str(65 * 2**20), "less than or equal to 67108864"),
     ],
 )
 def test_values_out_of_bounds_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, part: str) -> None:
@@ -161,11 +162,15 @@ def test_values_out_of_bounds_are_refused(monkeypatch: pytest.MonkeyPatch, name:
     [
         ({"heartbeat_seconds": 2}, "heartbeat_seconds (2.0) must be at most a third of liveness_seconds (5.0)"),
         ({"lease_seconds": 1}, "heartbeat_seconds (1.5) must be at most lease_seconds (1.0)"),
+        ({"drain_timeout": 60}, "drain_timeout (60.0) must be at least 3 seconds below stop_grace (30.0)"),
+        ({"stop_grace": 10}, "drain_timeout (25.0) must be at least 3 seconds below stop_grace (10.0)"),
         ({"blob_threshold": 101, "payload_bytes_max": 100}, "blob_threshold (101) must be at most payload_bytes_max"),
         ({"event_ttl": 100_000}, "event_ttl (100000) must be at most record_ttl (86400)"),
+        ({"idempotency_ttl": 100_000}, "idempotency_ttl (100000) must be at most record_ttl (86400)"),
     ],
 )
 def test_contradictions_are_refused_by_naming_the_rule(overrides: dict[str, object], rule: str) -> None:
+    """AC-60."""
     message = refusal(**overrides)
     assert rule in message
     assert "TURNMILL_" in message
@@ -209,3 +214,18 @@ def test_a_refused_url_is_not_repeated() -> None:
 def test_a_broken_file_is_named() -> None:
     write_file("partitions = ")
     assert refusal().startswith("turnmill.toml cannot be read: ")
+
+
+def test_it_can_be_told_where_each_value_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_file('partitions = 2\n[prices."scripted:x"]\ninput = 1\noutput = 2')
+    monkeypatch.setenv("TURNMILL_MAX_ATTEMPTS", "3")
+    monkeypatch.setenv("PORT", "5000")
+    found = origins(namespace="mine", redis_url=None)
+    told = {name: origin for name, origin in found.items() if origin != "default"}
+    assert told == {
+        "namespace": "option",
+        "partitions": "turnmill.toml",
+        "prices": "turnmill.toml",
+        "max_attempts": "TURNMILL_MAX_ATTEMPTS",
+        "port": "PORT",
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from turnmill.protocol.streams import (
     parse_publication,
 )
 from turnmill.runtime import store as store_module
+from turnmill.runtime.dispatch import Lane, Place
 from turnmill.runtime.effects import (
     Append,
     Count,
@@ -50,6 +51,7 @@ from turnmill.runtime.store import (
     RESULTS,
     STALE,
     TURN_EXISTS,
+    AdmitModelTask,
     Retention,
     SessionCommit,
     Source,
@@ -60,7 +62,7 @@ from turnmill.runtime.store import (
 SECRET = b"secret"
 RETENTION = Retention(events_ms=60_000, record_ms=600_000, feed_length=100)
 NOW_MS = 1_700_000_000_000
-EMPTY = SessionState()
+EMPTY = SessionState(length=1)
 TURN = "t0-01h0000000000000000000000x"
 OTHER = "t0-01h0000000000000000000000y"
 
@@ -95,8 +97,12 @@ async def store(engine: Engine, keys: Any) -> Store:
     return Store(engine, keys, SECRET, RETENTION, "json")
 
 
-def admit_all(_pool: str) -> bool:
-    return True
+def admit_all(pool: str, _provider: str) -> Place:
+    return Place(Lane(pool), waits=False)
+
+
+def admit_none(pool: str, _provider: str) -> Place:
+    return Place(Lane(pool), waits=True)
 
 
 def commit(
@@ -111,7 +117,7 @@ def commit(
     return SessionCommit(session, version, state, sources or [], list(effects), live, new_turn)
 
 
-async def run(store: Store, *commits: SessionCommit, admit: Callable[[str], bool] = admit_all) -> list[int]:
+async def run(store: Store, *commits: SessionCommit, admit: AdmitModelTask = admit_all) -> list[int]:
     return await store.commit(commits, NOW_MS, admit)
 
 
@@ -309,7 +315,7 @@ async def test_also_a_message_that_is_discarded_is_discarded_under_the_version(
     assert await engine.call("XLEN", keys.results) == 1
     assert await run(store, discard._replace(expected_version=1)) == [2]
     assert await engine.call("XLEN", keys.results) == 0
-    assert (await store.load(["s"]))["s"] == Versioned(2, SessionState())
+    assert (await store.load(["s"]))["s"] == Versioned(2, EMPTY)
 
 
 async def test_a_version_of_another_writer_is_another_version(engine: Engine, keys: Any, store: Store) -> None:
@@ -719,12 +725,12 @@ async def waiting(store: Store, *tasks: tuple[str, int, str]) -> None:
     """Put model tasks into the backlog: (tenant, priority, call)."""
     effects = [DispatchModel(model_task(call), "default", tenant, priority) for tenant, priority, call in tasks]
     version = (await store.load(["s"]))["s"].version
-    assert await run(store, commit(*effects, version=version), admit=lambda _pool: False) == [version + 1]
+    assert await run(store, commit(*effects, version=version), admit=admit_none) == [version + 1]
 
 
-async def dispatch(engine: Engine, keys: Any, window: int = 100) -> list[int]:
+async def dispatch(engine: Engine, keys: Any, window: int = 100, most: int = 100) -> list[int]:
     names = [keys.backlog("default"), keys.backlog_clock("default"), keys.model("default")]
-    moved: list[int] = await DISPATCH_BACKLOG.run(engine, names, [window])
+    moved: list[int] = await DISPATCH_BACKLOG.run(engine, names, [window, most])
     return moved
 
 

@@ -20,6 +20,7 @@ from .connection import Engine
 from .content import BlobRef, Message, ToolResult
 from .errors import MessageTooLarge
 from .keys import PartitionKeys
+from .streams import read_through
 
 __all__ = ["resolve_messages", "resolve_result", "store_blob", "with_blobs"]
 
@@ -41,7 +42,9 @@ async def store_blob(
     return ref
 
 
-async def with_blobs(engine: Engine, partition_keys: PartitionKeys, value: V, threshold: int) -> V:
+async def with_blobs(
+    engine: Engine, partition_keys: PartitionKeys, value: V, threshold: int, lifetime_ms: int = BLOB_LIFETIME_MS
+) -> V:
     """The value with references in place of what is above `threshold` bytes, all of it stored.
 
     The same object comes back where nothing is that large; then nothing is sent. Raises `MessageTooLarge` above 64 MiB.
@@ -49,7 +52,7 @@ async def with_blobs(engine: Engine, partition_keys: PartitionKeys, value: V, th
     sent: list[Awaitable[object]] = []
 
     def store(data: bytes, media_type: str | None) -> BlobRef:
-        ref, stored = _store(engine, partition_keys, data, media_type, BLOB_LIFETIME_MS)
+        ref, stored = _store(engine, partition_keys, data, media_type, lifetime_ms)
         sent.append(stored)
         return ref
 
@@ -89,5 +92,5 @@ def _store(
 
 async def _load(engine: Engine, partition_keys: PartitionKeys, keys: Iterable[str]) -> dict[str, bytes | None]:
     names = list(dict.fromkeys(keys))
-    values = await engine.call("MGET", *[partition_keys.base + name for name in names])
+    values = await read_through(engine, "MGET", *[partition_keys.base + name for name in names])
     return dict(zip(names, values, strict=True))

@@ -18,7 +18,7 @@ import msgspec
 from .content import Message
 from .errors import MessageTooLarge
 from .events import EVENTS, Event, EventBody
-from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, Addressed, Answer, AnyMessage, Body
+from .messages import COMMANDS, FINDINGS, RESULTS, TASKS, Addressed, Answer, AnyMessage, Body, UnreadableTask
 from .values import pack_value, unpack_value
 
 WireFormat: TypeAlias = Literal["json", "msgpack"]
@@ -105,6 +105,19 @@ def read_address(body: bytes) -> Addressed | None:
 
 def unreadable(reason: str, kind: bytes, body: bytes) -> Unreadable:
     return Unreadable(reason, _printable(kind), body)
+
+
+def unreadable_report(task: Unreadable, stream: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> UnreadableTask:
+    """What a worker says of a task that it cannot read: the whole entry."""
+    others = {name: value for name, value in fields.items() if name not in (TYPE_FIELD, BODY_FIELD)}
+    return UnreadableTask(
+        stream=stream,
+        entry_id=entry_id.decode(),
+        reason=task.reason,
+        entry_type=task.entry_type,
+        entry_body=task.body,
+        entry_fields={name.decode("utf-8", "replace"): value for name, value in others.items()},
+    )
 
 
 def _printable(value: bytes) -> str:

@@ -33,6 +33,7 @@ class ErrorKind(StrEnum):
     UNKNOWN_AGENT = "unknown_agent"
     UNKNOWN_TOOL = "unknown_tool"
     QUEUE_FULL = "queue_full"
+    TOO_MANY_TURNS = "too_many_turns"
     PROVIDER_ERROR = "provider_error"
     RATE_LIMITED = "rate_limited"
     OVERLOADED = "overloaded"
@@ -106,13 +107,23 @@ class Superseded(TurnmillError):
 
 
 class CommandRefusedError(TurnmillError):
-    """A command changed nothing. `kind` is an `ErrorKind`; `pending` are the ids of the calls that the turn waits for."""
+    """A command changed nothing. `kind` is an `ErrorKind`; `pending` are the ids of the calls that the turn waits for;
+    `retry_after_seconds` is when another try makes sense, where too many turns are the reason."""
 
-    def __init__(self, message: str, *, kind: str, turn_id: str = "", pending: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str,
+        turn_id: str = "",
+        pending: tuple[str, ...] = (),
+        retry_after_seconds: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.turn_id = turn_id
         self.pending = pending
+        self.retry_after_seconds = retry_after_seconds
 
 
 class TurnEndedError(CommandRefusedError, RuntimeError):
@@ -129,7 +140,8 @@ class IdempotencyConflictError(CommandRefusedError):
 
 class TurnError(TurnmillError):
     """A turn that gave no result. `result` is what it had by then (a `TurnResult`), `termination` says why it ended,
-    `pending` which calls the session's live turn waits for, where that is why."""
+    `pending` which calls the session's live turn waits for, where that is why, `retry_after_seconds` when another try
+    makes sense, where it was refused because of too many others."""
 
     def __init__(
         self,
@@ -140,9 +152,11 @@ class TurnError(TurnmillError):
         termination: Any = None,
         result: Any = None,
         pending: tuple[str, ...] = (),
+        retry_after_seconds: float | None = None,
     ) -> None:
         super().__init__(message)
         self.pending = pending
+        self.retry_after_seconds = retry_after_seconds
         self.turn_id = turn_id
         self.error_type = error_type
         self.termination = termination

@@ -136,7 +136,8 @@ class ToolExecutionStarted(EventBody, frozen=True, kw_only=True):
 
 
 class ToolExecutionWaiting(EventBody, frozen=True, kw_only=True):
-    """No worker took the call so far; it fails at the tool's start timeout."""
+    """No worker took the call so far; it fails at the tool's start timeout. `paused` says why where an operator has
+    paused the queue."""
 
     type: ClassVar[str] = "tool_execution.waiting"
     step_number: int
@@ -144,6 +145,7 @@ class ToolExecutionWaiting(EventBody, frozen=True, kw_only=True):
     tool_call_id: str
     name: str
     queue: str
+    paused: str | None = None
 
 
 class ToolExecutionProgress(EventBody, frozen=True, kw_only=True):
@@ -224,6 +226,8 @@ class TurnFailed(EventBody, frozen=True, kw_only=True):
     result: TurnSummary | None = None
     pending: list[str] = []
     """The ids of the calls that the session's live turn waits for, where that is why this one was refused."""
+    retry_after_seconds: float | None = None
+    """When another try makes sense, where the turn was refused because of too many others."""
 
 
 class TurnSuspended(EventBody, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
+from typing import cast
 
 from ulid import ULID
 
@@ -85,15 +86,59 @@ def pool_of_queue(name: str) -> str | None:
     return name.removeprefix("model:") if name.startswith("model:") else None
 
 
+def pause_field(queue: str) -> str:
+    """The field of `Keys.directives` that is there while the queue `tool:<name>` or `model:<pool>` is paused."""
+    return f"pause:{queue}"
+
+
+def paused_queue(field: str) -> str | None:
+    """The queue of such a field; None for another one."""
+    return field.removeprefix("pause:") if field.startswith("pause:") else None
+
+
+def drain_field(process_id: str) -> str:
+    """The field of `Keys.directives` that asks a worker or coordinator to drain."""
+    return f"drain:{process_id}"
+
+
+def drained_process(field: str) -> str | None:
+    """The process of such a field; None for another one."""
+    return field.removeprefix("drain:") if field.startswith("drain:") else None
+
+
 def is_blob_name(name: str) -> bool:
     """Whether a key behind the partition is a blob's."""
     return name.startswith("blob:")
 
 
+def is_idempotency_name(name: str) -> bool:
+    """Whether a key behind the partition is an idempotency key's."""
+    return name.startswith("idempotency:")
+
+
+def session_name(session_id: str) -> str:
+    """The name of a session's control record behind the partition."""
+    return f"session:{session_id}"
+
+
 class PartitionKeys:
     """The keys of one partition; the frequent ones are made once."""
 
-    __slots__ = ("base", "dead", "feed", "inbox", "lease", "partition", "queues", "results", "stats", "timers", "turns")
+    __slots__ = (
+        "base",
+        "dead",
+        "feed",
+        "inbox",
+        "lease",
+        "load",
+        "partition",
+        "queues",
+        "removals",
+        "results",
+        "stats",
+        "timers",
+        "turns",
+    )
 
     def __init__(self, prefix: str, partition: int) -> None:
         self.partition = partition
@@ -107,6 +152,9 @@ class PartitionKeys:
         self.turns = self.base + "turns"
         self.queues = self.base + "queues"
         self.stats = self.base + "stats"
+        self.load = self.base + "load"
+        self.removals = self.base + "removals"
+        """The names of what is left of deleted sessions: see `removal`."""
 
     def model(self, pool: str) -> str:
         return self.base + model_queue(pool)
@@ -134,6 +182,11 @@ class PartitionKeys:
         digest = hashlib.blake2b(f"{session_id}\0{key}".encode(), digest_size=16).hexdigest()
         return f"{self.base}idempotency:{digest}"
 
+    @property
+    def idempotencies(self) -> str:
+        """A pattern of all of them."""
+        return f"{self.base}idempotency:*"
+
     def events(self, turn_id: str) -> str:
         """The turn's channel; also the name of its sharded pub/sub channel."""
         return f"{self.base}turn:{turn_id}:events"
@@ -144,7 +197,7 @@ class PartitionKeys:
 
     def session(self, session_id: str) -> str:
         """The session's control record: version, state, and what the running model call may publish."""
-        return f"{self.base}session:{session_id}"
+        return self.base + session_name(session_id)
 
     def transcript(self, session_id: str) -> str:
         return f"{self.base}transcript:{session_id}"
@@ -161,11 +214,24 @@ class PartitionKeys:
         """The names of the blobs that belong to a session."""
         return f"{self.base}blobs:{session_id}"
 
+    def owned(self, session_id: str) -> str:
+        """What expires by itself and goes with the session before, by its time in ms: names behind `base` of records of
+        ended turns and of answers."""
+        return f"{self.base}owned:{session_id}"
+
+    def removal(self, name: str) -> str:
+        """Names behind `base` of what a deleted session has left, until all of it is removed."""
+        return f"{self.base}removed:{name}"
+
     def plan(self, plan_id: str) -> str:
         return f"{self.base}plan:{plan_id}"
 
     def blob(self, name: str) -> str:
         return f"{self.base}blob:{name}"
+
+    def displaced(self, name: str) -> str:
+        """Where a key goes that stood in place of one of ours and was of another type."""
+        return f"{self.base}displaced:{name}"
 
     def backlog(self, pool: str) -> str:
         """Model tasks that wait for the dispatch window, ordered so that tenants take turns."""
@@ -173,6 +239,31 @@ class PartitionKeys:
 
     def backlog_clock(self, pool: str) -> str:
         return f"{self.base}backlog-clock:{pool}"
+
+
+def partition_patterns(prefix: str, partitions: int) -> list[PartitionKeys]:
+    """The keys of all partitions as patterns for access lists: one for numbers of one digit, one for those of two, and so
+    on. A `*` in the partition's place would match keys that only look alike."""
+    escaped = re.sub(r"([*?\[\]\\])", r"\\\1", prefix)
+    lengths = range(1, len(str(partitions - 1)) + 1)
+    return [PartitionKeys(escaped, cast("int", "[0-9]" * digits)) for digits in lengths]
+
+
+class ProviderKeys:
+    """What all workers share about one provider of models: behind a hash tag of its own."""
+
+    __slots__ = ("calls", "seen", "state", "waiting")
+
+    def __init__(self, prefix: str, provider: str) -> None:
+        base = f"{prefix}:provider:{{{provider}}}:"
+        self.state = base + "state"
+        """Hash: what is left of its limits, and until when nobody may call it."""
+        self.calls = base + "calls"
+        """Sorted set: the calls that are under way, by the time in ms at which their leave ends."""
+        self.waiting = base + "waiting"
+        """Sorted set: the calls that wait for leave, by the time in ms since when."""
+        self.seen = base + "seen"
+        """Sorted set: the same calls, by the time in ms at which they asked last."""
 
 
 class Keys:
@@ -184,9 +275,21 @@ class Keys:
         self.secret = f"{prefix}:secret"
         self.tools = f"{prefix}:tools"
         self.agents = f"{prefix}:agents"
+        self.agent_uses = f"{prefix}:agent-uses"
+        """When each version of an agent was used last, in ms."""
         self.workers = f"{prefix}:workers"
         self.coordinators = f"{prefix}:coordinators"
+        self.limits = f"{prefix}:limits"
+        self.directives = f"{prefix}:directives"
         self.partitions = [PartitionKeys(prefix, number) for number in range(partitions)]
+
+    def provider(self, name: str) -> ProviderKeys:
+        """The keys of a provider, by the prefix of its models."""
+        return ProviderKeys(self.prefix, name)
+
+    def readers(self, queue: str) -> str:
+        """The workers that read a queue on a cluster, and when they were last heard of."""
+        return f"{self.prefix}:readers:{queue}"
 
     def of_session(self, session_id: str) -> PartitionKeys:
         return self.partitions[partition_of_session(session_id, len(self.partitions))]

@@ -64,6 +64,8 @@ class StartTurn(Body, frozen=True, kw_only=True):
     rewind_to: int | None = None
     is_text: bool = False
     """The message was given as a text: the agent's `user_prompt_prefix` goes before it."""
+    idempotency: str = ""
+    """The name behind the partition of the idempotency key that stands for the turn: it goes with the session."""
 
     @property
     def has_plain_text(self) -> bool:
@@ -211,6 +213,11 @@ class ModelTask(Addressed, frozen=True, kw_only=True):
     compact: bool = False
     overflow: bool = False
     metadata: dict[str, Any] = {}
+    first_model: int = 0
+    """Where to begin in the agent's model and its fallbacks."""
+    tenant: str = ""
+    provider: str = ""
+    """The provider that has limits, where the model's has: such tasks are counted by it."""
 
 
 class ToolTask(Addressed, frozen=True, kw_only=True):
@@ -286,6 +293,8 @@ class UnreadableTask(Body, frozen=True, kw_only=True):
     reason: str
     entry_type: str = ""
     entry_body: bytes = b""
+    entry_fields: dict[str, bytes] = {}
+    """The entry's other fields, such as its version `v`."""
 
 
 class DeliveryLost(Addressed, frozen=True, kw_only=True):
@@ -295,10 +304,12 @@ class DeliveryLost(Addressed, frozen=True, kw_only=True):
 
 
 class CallWaiting(Addressed, frozen=True, kw_only=True):
-    """The coordinator's finding: no worker took a tool call so far, or (`expired`) until its start timeout."""
+    """The coordinator's finding: no worker took a tool call so far, or (`expired`) until its start timeout. `paused`
+    says why where an operator has paused the queue."""
 
     type: ClassVar[str] = "call_waiting"
     expired: bool = False
+    paused: str | None = None
 
 
 class SubTurnEnded(Addressed, frozen=True, kw_only=True):

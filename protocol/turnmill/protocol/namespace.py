@@ -17,6 +17,7 @@ from .errors import ConfigurationError, EngineReplyError, EngineUnsuitable
 from .keys import Keys
 
 _ENGINE_VERSION_MIN = (7, 0)
+_LOOKS_MAX, _LOOK_SECONDS = 10, 0.5
 
 
 class Namespace(NamedTuple):
@@ -34,8 +35,12 @@ async def open_namespace(engine: Engine, prefix: str, partitions: int) -> Namesp
     """
     await check_engine(engine)
     keys = Keys(prefix, partitions)
-    await engine.call("HSETNX", keys.namespace, "partitions", partitions)
     fields = pairs(await engine.call("HGETALL", keys.namespace))
+    looks = 0
+    while b"partitions" not in fields:
+        await _create(engine, keys, partitions, is_last_try=looks == _LOOKS_MAX)
+        fields = pairs(await engine.call("HGETALL", keys.namespace))
+        looks += 1
     existing = int(fields[b"partitions"])
     if existing != partitions:
         raise ConfigurationError(
@@ -45,9 +50,25 @@ async def open_namespace(engine: Engine, prefix: str, partitions: int) -> Namesp
     return Namespace(keys, partitions)
 
 
-async def read_secret(engine: Engine, keys: Keys) -> bytes:
-    """The namespace's secret, made on first use."""
-    await engine.call("HSETNX", keys.secret, "tokens", secrets.token_hex(32))
+async def _create(engine: Engine, keys: Keys, partitions: int, *, is_last_try: bool) -> None:
+    """Or wait a moment, where an access list leaves that to a coordinator, which may be about to start."""
+    try:
+        await engine.call("HSETNX", keys.namespace, "partitions", partitions)
+    except EngineReplyError as error:
+        if not str(error).startswith("NOPERM"):
+            raise
+        if not is_last_try:
+            await asyncio.sleep(_LOOK_SECONDS)
+            return
+        raise ConfigurationError(
+            f"the namespace {keys.prefix!r} at {engine.address} does not exist yet, and this user may not create it: start "
+            "a coordinator first (TURNMILL_REDIS_URL names the user, TURNMILL_NAMESPACE the namespace)"
+        ) from error
+
+
+async def read_secret(engine: Engine, keys: Keys, known: bytes | None = None) -> bytes:
+    """The namespace's secret, made on first use. One that is known is put back where the engine has lost it."""
+    await engine.call("HSETNX", keys.secret, "tokens", known or secrets.token_hex(32))
     secret: bytes = await engine.call("HGET", keys.secret, "tokens")
     return secret
 
@@ -72,11 +93,11 @@ async def check_engine(engine: Engine) -> None:
 async def evicting_policy(engine: Engine) -> str | None:
     """The server's eviction policy where it may evict work; None where it is safe or not told."""
     try:
-        reply = await engine.call("CONFIG", "GET", "maxmemory-policy")
+        replies = await engine.call_each("CONFIG", "GET", "maxmemory-policy")
     except EngineReplyError:
         return None
-    policy = pairs(reply).get(b"maxmemory-policy", b"noeviction").decode()
-    return None if policy == "noeviction" else policy
+    policies = [pairs(reply).get(b"maxmemory-policy", b"noeviction").decode() for reply in replies]
+    return next((policy for policy in policies if policy != "noeviction"), None)
 
 
 def _parse_info(reply: bytes) -> dict[str, str]:

@@ -31,6 +31,8 @@ KIBIBYTE = 1024
 MEBIBYTE = 1024 * KIBIBYTE
 HOUR_SECONDS = 3600
 DAY_SECONDS = 24 * HOUR_SECONDS
+LEAVING_SECONDS = 3.0
+"""What a process needs behind its drain to hand back what is left, and to end."""
 
 # Platforms hand these two out under their own names.
 FALLBACK_VARIABLES: Mapping[str, str] = {"redis_url": "REDIS_URL", "port": "PORT"}
@@ -51,6 +53,7 @@ OTHER_VARIABLES = frozenset(
         "EVENTS",
         "FROM",
         "IDEMPOTENCY_KEY",
+        "INTERVAL",
         "INTO",
         "JSON",
         "LIMIT",
@@ -60,9 +63,11 @@ OTHER_VARIABLES = frozenset(
         "MODE",
         "MODEL",
         "ON_BUSY",
+        "ONCE",
         "OPTION",
         "POOL",
         "QUEUE",
+        "RAW",
         "REASON",
         "RELOAD",
         "RESULT",
@@ -74,6 +79,7 @@ OTHER_VARIABLES = frozenset(
         "TIMELINE",
         "TIMEOUT",
         "TURN",
+        "WAIT",
         "WATCH",
         "VALKEY_SERVER",
     )
@@ -89,7 +95,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _SECRET_FIELDS = frozenset({"redis_url", "api_tokens", "providers"})
 _MASK = "***"
-_TABLES = frozenset({"providers", "prices"})
+TABLES = frozenset({"providers", "prices", "limits"})
 """What only the file can say."""
 
 
@@ -139,6 +145,22 @@ class ProviderEndpoint(BaseModel):
     api_key_env: Annotated[VariableName | None, Field(description="the name of a variable, never a key")] = None
 
 
+class ProviderLimits(BaseModel):
+    """What all LLM workers together may ask of a provider: a table `[limits.<name>]` of `turnmill.toml`, by the prefix of
+    its models. Without a number there is no such limit; the circuit breaker is always there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    concurrency: Annotated[int, Field(ge=1, le=100_000, description="calls at a time")] | None = None
+    requests_per_minute: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=10_000_000_000, description="of prompts and answers")] | None = (
+        None
+    )
+    breaker_failures: Annotated[
+        int, Field(ge=1, le=1000, description="failures in a row after which nobody calls it for a while")
+    ] = 5
+
+
 Price: TypeAlias = Annotated[Decimal, Field(ge=0, le=10**9, allow_inf_nan=False)]
 
 
@@ -153,6 +175,13 @@ class ModelPrice(BaseModel):
     cached: Price | None = None
     cache_write: Price | None = None
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$", description="as ISO 4217 has it")] = "USD"
+
+
+_TABLE_MODELS: dict[str, type[BaseModel]] = {
+    "prices": ModelPrice,
+    "providers": ProviderEndpoint,
+    "limits": ProviderLimits,
+}
 
 
 class Settings(BaseSettings):
@@ -181,24 +210,61 @@ class Settings(BaseSettings):
     drain_timeout: Annotated[float, Field(gt=0, lt=HOUR_SECONDS)] = Field(
         25.0, description="seconds that a stopping process may finish what it holds; keep it below the platform's grace"
     )
+    stop_grace: Seconds = Field(
+        30.0, description="seconds that the platform gives a stopping process before it kills it"
+    )
     response_timeout: Seconds = Field(10.0, description="seconds to wait for one answer of the engine")
 
+    acknowledged_replicas: Annotated[int, Field(ge=0)] = Field(
+        0, description="replicas that must have a write before it counts (WAIT); 0 does not wait"
+    )
+    acknowledge_timeout: Seconds = Field(1.0, description="seconds to wait for these replicas")
+
     event_ttl: WholeSeconds = Field(HOUR_SECONDS, description="seconds a turn's channel is kept after its end")
-    record_ttl: WholeSeconds = Field(DAY_SECONDS, description="seconds a turn's record and result are kept")
+    record_ttl: WholeSeconds = Field(
+        DAY_SECONDS, description="seconds a turn's record and result are kept after its end"
+    )
+    idempotency_ttl: Annotated[WholeSeconds | None, BeforeValidator(_none_by_name)] = Field(
+        None, description="seconds an idempotency key is kept after its first use; as long as records without it"
+    )
     session_ttl: Annotated[WholeSeconds | None, BeforeValidator(_none_by_name)] = Field(
-        None, description="reserved: seconds an idle session is kept; sessions are kept until they are deleted"
+        None,
+        description="seconds after its last turn that an idle session is removed with everything of it, its turns' "
+        "records included; without it, sessions are kept until they are deleted",
+    )
+    answer_ttl: WholeSeconds = Field(300, description="seconds the answer to a command is kept")
+    cancel_ttl: WholeSeconds = Field(DAY_SECONDS, description="seconds the marker of a stopped turn is kept")
+    blob_ttl: WholeSeconds = Field(
+        HOUR_SECONDS, description="seconds a large value waits for the message that takes it into a session"
     )
     plan_ttl: WholeSeconds = Field(30 * DAY_SECONDS, description="seconds a plan is kept after its last use")
+    agent_ttl: WholeSeconds = Field(
+        30 * DAY_SECONDS,
+        description="seconds a version of an agent is kept after its last use, if it is not the newest",
+    )
+    dead_letter_ttl: WholeSeconds = Field(7 * DAY_SECONDS, description="seconds a dead letter is kept")
+    dead_letter_bytes_max: Bytes = Field(
+        64 * MEBIBYTE, description="bytes of memory for dead letters in one partition; the oldest go first"
+    )
+    feed_ttl: WholeSeconds = Field(DAY_SECONDS, description="seconds a lifecycle event is kept for monitors")
 
     blob_threshold: Bytes = Field(
         64 * KIBIBYTE, description="bytes above which a result, a text or a file travels by reference"
     )
-    payload_bytes_max: Bytes = Field(8 * MEBIBYTE, description="bytes of the largest payload that is accepted")
+    payload_bytes_max: Annotated[int, Field(gt=0, le=64 * MEBIBYTE)] = Field(
+        8 * MEBIBYTE, description="bytes of the largest payload that is accepted; no message may have more than 64 MiB"
+    )
     event_bytes_max: Bytes = Field(
         64 * MEBIBYTE, description="bytes of live events that one attempt at a model call may publish"
     )
     session_queue_max: Count = Field(100, description="messages that may wait in one session")
     dispatch_window: Count = Field(512, description="model tasks of one pool and partition that are in its stream")
+    pool_depth_max: Count = Field(
+        100_000, description="model calls of one pool that may wait; new turns are refused beyond it"
+    )
+    tenant_turns_max: Annotated[Count | None, BeforeValidator(_none_by_name)] = Field(
+        None, description="turns that one tenant may have waiting or running; new ones are refused beyond it"
+    )
     feed_length: Count = Field(10_000, description="lifecycle events that a partition keeps for monitors")
     llm_concurrency: Count = Field(256, description="model calls at a time in one LLM worker")
     tool_concurrency: Count = Field(64, description="tool calls at a time in one tool worker")
@@ -221,6 +287,7 @@ class Settings(BaseSettings):
     script_log: Path | None = Field(None, description="file to which the `scripted` provider writes what it was asked")
     providers: dict[str, ProviderEndpoint] = Field({}, description="further endpoints; only from the file")
     prices: dict[str, ModelPrice] = Field({}, description="prices by `provider:model`; only from the file")
+    limits: dict[str, ProviderLimits] = Field({}, description="limits by provider; only from the file")
 
     @classmethod
     def settings_customise_sources(
@@ -245,6 +312,8 @@ class Settings(BaseSettings):
         shown: dict[str, Any] = self.model_dump(mode="json")
         shown["redis_url"] = mask_url(self.redis_url)
         shown["api_tokens"] = [_MASK] * len(self.api_tokens)
+        for endpoint in shown["providers"].values():
+            endpoint["base_url"] = mask_url(endpoint["base_url"])
         return shown
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
@@ -264,6 +333,21 @@ def load_settings(**overrides: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise ConfigurationError("; ".join(_readable(error, given))) from None
+
+
+def origins(**overrides: Any) -> dict[str, str]:
+    """Where the value of each setting comes from: `option`, the name of a variable, `turnmill.toml`, or `default`."""
+    variables, file = _EnvironmentSource(Settings)(), _FileSource(Settings)()
+    found = {}
+    for name in Settings.model_fields:
+        if overrides.get(name) is not None:
+            found[name] = "option"
+        elif name in variables:
+            own = variable_of(name)
+            found[name] = own if variables[name] == os.environ.get(own) else FALLBACK_VARIABLES[name]
+        else:
+            found[name] = FILE_NAME if name in file else "default"
+    return found
 
 
 def variable_of(name: str) -> str:
@@ -290,7 +374,7 @@ class _EnvironmentSource(_Source):
 
     def __call__(self) -> dict[str, Any]:
         variables = {name: value for name, value in os.environ.items() if value and not _is_service_link(name, value)}
-        known = {variable_of(name): name for name in Settings.model_fields if name not in _TABLES}
+        known = {variable_of(name): name for name in Settings.model_fields if name not in TABLES}
         for variable in sorted(variables):
             if variable.startswith(PREFIX) and variable not in known and variable not in OTHER_VARIABLES:
                 raise ConfigurationError(
@@ -333,10 +417,16 @@ def _contradictions(settings: Settings) -> Iterator[str]:
         yield _broken_rule(settings, "heartbeat_seconds", "at most a third of", "liveness_seconds")
     if settings.heartbeat_seconds > settings.lease_seconds:
         yield _broken_rule(settings, "heartbeat_seconds", "at most", "lease_seconds")
+    if settings.drain_timeout + LEAVING_SECONDS > settings.stop_grace:
+        yield _broken_rule(settings, "drain_timeout", f"at least {LEAVING_SECONDS:g} seconds below", "stop_grace")
+    if settings.acknowledged_replicas and settings.acknowledge_timeout > settings.response_timeout / 2:
+        yield _broken_rule(settings, "acknowledge_timeout", "at most half of", "response_timeout")
     if settings.blob_threshold > settings.payload_bytes_max:
         yield _broken_rule(settings, "blob_threshold", "at most", "payload_bytes_max")
     if settings.event_ttl > settings.record_ttl:
         yield _broken_rule(settings, "event_ttl", "at most", "record_ttl")
+    if (settings.idempotency_ttl or 0) > settings.record_ttl:
+        yield _broken_rule(settings, "idempotency_ttl", "at most", "record_ttl")
 
 
 def _broken_rule(settings: Settings, lower: str, relation: str, upper: str) -> str:
@@ -351,7 +441,7 @@ def _readable(error: ValidationError, given: Mapping[str, Any]) -> Iterator[str]
     for problem in error.errors(include_url=False):
         path = [str(part) for part in problem["loc"]]
         if problem["type"] == "extra_forbidden":
-            table: type[BaseModel] = ModelPrice if path[0] == "prices" else ProviderEndpoint
+            table = _TABLE_MODELS.get(path[0], ProviderEndpoint)
             message = f"unknown key{_nearest(path[-1], table.model_fields)}"
         else:
             message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it must be", 1)

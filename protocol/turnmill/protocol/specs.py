@@ -130,6 +130,8 @@ class AgentSpec(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     name: str
     model: str
+    fallbacks: list[str] = []
+    """The models that are asked, in this order, where the first one fails or is held back."""
     system: str | None = None
     tools: list[str] = []
     max_steps: int = 10
@@ -178,6 +180,11 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
             return self.agent.pool
         provider, _, name = self.agent.model.partition(":")
         return f"host.{name}" if provider == "host" else "default"
+
+
+def provider_of(model: str) -> str:
+    """The prefix of `provider:model`."""
+    return model.partition(":")[0]
 
 
 def content_hash(value: msgspec.Struct) -> str:

@@ -1,14 +1,16 @@
-"""The Redis I/O that workers and runtime share: scripts, groups, blocking reads, completion, dead letters."""
+"""The Redis I/O that workers and runtime share: scripts, groups, blocking reads, completion."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 from collections.abc import Coroutine, Iterable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
+from .acknowledgement import NO_REPLICA, Acknowledgement
 from .connection import Argument, Engine, Link, pairs
 from .errors import EngineError, EngineReplyError, EngineUnavailable
 from .keys import WORKER_GROUP
@@ -30,12 +32,41 @@ class Script:
     async def _reply(
         self, sent: asyncio.Future[Any], engine: Engine, keys: Sequence[Argument], arguments: Sequence[Argument]
     ) -> Any:
-        try:
-            return await sent
-        except EngineReplyError as error:
-            if not str(error).startswith("NOSCRIPT"):
-                raise
-        return await engine.call("EVAL", self.source, len(keys), *keys, *arguments)
+        for attempt in range(_LOADED_LOOKS):
+            try:
+                return await sent
+            except EngineReplyError as error:
+                if not str(error).startswith("NOSCRIPT"):
+                    raise
+                missing = error
+            try:
+                if attempt == 0:
+                    return await engine.call("EVAL", self.source, len(keys), *keys, *arguments)
+            except EngineReplyError as error:
+                if not (str(error).startswith("NOPERM") and "'eval'" in str(error)):
+                    raise
+            # This user may run scripts and not send them: a coordinator does that soon.
+            await asyncio.sleep(_LOADED_LOOK_SECONDS)
+            sent = engine.call("EVALSHA", self._sha, len(keys), *keys, *arguments)
+        raise missing
+
+
+_LOADED_LOOKS, _LOADED_LOOK_SECONDS = 20, 0.5
+
+
+async def load_scripts(engine: Engine) -> None:
+    """Have all scripts of this package in the engine, for users whose access list lets them run scripts that are there,
+    and send none."""
+    sources = [
+        entry.read_text("utf-8")
+        for entry in resources.files(__package__).joinpath("lua").iterdir()
+        if entry.name.endswith(".lua")
+    ]
+    digests = [hashlib.sha1(source.encode()).hexdigest() for source in sources]
+    known = await engine.call_each("SCRIPT", "EXISTS", *digests)
+    if not all(all(flags) for flags in known):
+        for source in sources:
+            await engine.call_each("SCRIPT", "LOAD", source)
 
 
 COMMIT_TURNS = Script("commit_turns")
@@ -46,6 +77,7 @@ DISPATCH_BACKLOG = Script("dispatch_backlog")
 RENEW_LEASE = Script("renew_lease")
 SWAP_VALUE = Script("swap_value")
 FORK_SESSION = Script("fork_session")
+REMOVE_SESSION = Script("remove_session")
 
 
 class Delivery(NamedTuple):
@@ -86,6 +118,9 @@ _TRANSIENT = (
 )  # fmt: skip
 
 
+_MOVED_SECONDS = (0.02, 0.1)
+
+
 class GroupReader:
     """Blocking reads of one consumer over several streams, on a link of its own.
 
@@ -93,10 +128,21 @@ class GroupReader:
     for a short time instead, and the caller looks at its stop flag between reads.
     """
 
-    def __init__(self, engine: Engine, group: str, consumer: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        group: str,
+        consumer: str,
+        key: str | None = None,
+        acknowledgement: Acknowledgement = NO_REPLICA,
+    ) -> None:
+        """On a cluster, `key` is one of the streams: those of one reader are in one partition."""
+        self._acknowledgement = acknowledgement
         self._engine = engine
         self._group = group
         self._consumer = consumer
+        self._key = key
+        self._node = engine
         self._link: Link | None = None
         self._client_id: int | None = None
 
@@ -110,6 +156,8 @@ class GroupReader:
                 "XREADGROUP", "GROUP", self._group, self._consumer, "COUNT", count, "BLOCK", block_ms,
                 "STREAMS", *streams, *[">"] * len(streams),
             )  # fmt: skip
+            if reply and self._acknowledgement.replicas:
+                await self._acknowledged(link, reply)
         except EngineReplyError as error:
             await self._repair(error, streams)
             return []
@@ -118,11 +166,21 @@ class GroupReader:
             return []
         return _deliveries(reply)
 
+    async def _acknowledged(self, link: Link, reply: Any) -> None:
+        """No effect of what a replica does not know: it would be handed out again behind a failover.
+
+        A read that was blocked does not count as a write of its connection: so an entry is claimed once more, which changes
+        nothing.
+        """
+        stream, entries = reply[0]
+        link.call("XCLAIM", stream, self._group, self._consumer, 0, entries[0][0], "JUSTID")
+        await self._acknowledgement.missing(link)
+
     async def interrupt(self) -> None:
         """End a read that is blocked, without losing what its reply may hold: it returns what it has."""
         if self._client_id is not None:
             try:
-                await self._engine.call("CLIENT", "UNBLOCK", self._client_id)
+                await self._node.call("CLIENT", "UNBLOCK", self._client_id)
             except EngineError:
                 return  # not allowed, or not connected: the read ends by itself
 
@@ -134,7 +192,9 @@ class GroupReader:
     async def _connected(self) -> Link | None:
         if self._link is None or not self._link.is_open:
             try:
-                self._link = await self._engine.open_link()
+                if self._key is not None:
+                    self._node = self._engine.node_of(self._key)
+                self._link = await self._node.open_link()
                 self._client_id = await self._link.call("CLIENT", "ID")
             except EngineReplyError:
                 self._client_id = None  # not allowed: reads cannot be interrupted then
@@ -147,6 +207,11 @@ class GroupReader:
         self._link = None
 
     async def _repair(self, error: EngineReplyError, streams: Sequence[str]) -> None:
+        if self._engine.doubt(error):
+            # The slot has moved, or is moving: the next read goes to whoever holds it then.
+            self.close()
+            await asyncio.sleep(random.uniform(*_MOVED_SECONDS))
+            return
         if not is_group_missing(error):
             # LOADING, READONLY, NOPERM, ...: the engine may recover; reading on at full speed would not help it.
             await asyncio.sleep(random.uniform(0.2, 0.5))
@@ -154,6 +219,22 @@ class GroupReader:
             await create_groups(self._engine, streams, self._group)
         except (EngineUnavailable, EngineReplyError):
             await asyncio.sleep(random.uniform(0.2, 0.5))
+
+
+async def poll_group(engine: Engine, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
+    """A read that does not block, over the shared connection; nothing where the engine is in trouble. What a lost reply
+    held is pending for the consumer, who finds it there."""
+    try:
+        reply = await engine.call("XREADGROUP", "GROUP", group, consumer, "COUNT", count, "STREAMS", stream, ">")
+    except EngineReplyError as error:
+        if is_group_missing(error):
+            with contextlib.suppress(EngineError):
+                await create_groups(engine, [stream], group)
+        return []
+    except EngineUnavailable:
+        await engine.ready()
+        return []
+    return _deliveries(reply)
 
 
 def _deliveries(reply: Any) -> list[Delivery]:
@@ -180,6 +261,23 @@ async def pending_ids(engine: Engine, stream: str, group: str, consumer: str, kn
             return set()
         raise
     return {entry[0] for entry in entries}
+
+
+async def read_through(engine: Engine, *arguments: Argument) -> Any:
+    """The reply to a command that only reads: asked again while the engine is away, or refuses for a while. Raises
+    `EngineUnavailable` only where this process has closed its connection."""
+    while True:
+        try:
+            return await engine.call(*arguments)
+        except EngineUnavailable:
+            await engine.ready()
+        except EngineReplyError as error:
+            if not is_transient(error):
+                raise
+            await asyncio.sleep(_READ_AGAIN_SECONDS)
+
+
+_READ_AGAIN_SECONDS = 0.2
 
 
 def append_message(engine: Engine, stream: str, kind: str, body: bytes) -> asyncio.Future[Any]:
@@ -212,11 +310,12 @@ class Completion(NamedTuple):
 class Completer:
     """Completes tasks: the result enters the results stream and the task leaves its own, in one transaction.
 
-    Completions of one tick of the loop share a transaction.
+    Completions of one tick of the loop share a transaction, on a cluster those of one partition.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, acknowledgement: Acknowledgement = NO_REPLICA) -> None:
         self._engine = engine
+        self._acknowledgement = acknowledgement
         self._waiting: list[Completion] = []
 
     def complete(self, results: str, delivery: Delivery, kind: str, body: bytes) -> asyncio.Future[None]:
@@ -231,14 +330,16 @@ class Completer:
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
-        task = asyncio.get_running_loop().create_task(self._send(waiting))
-        _KEPT.add(task)
-        task.add_done_callback(_KEPT.discard)
+        for completions in _by_stream(waiting) if self._engine.is_cluster else [waiting]:
+            task = asyncio.get_running_loop().create_task(self._send(completions))
+            _KEPT.add(task)
+            task.add_done_callback(_KEPT.discard)
 
     async def _send(self, completions: list[Completion]) -> None:
         try:
             replies = await self._transact(completions)
             await self._add_again(completions, replies)
+            await self._acknowledgement.missing(self._engine.node_of(completions[0].results))
         except (EngineUnavailable, EngineReplyError) as error:
             for completion in completions:
                 if not completion.stored.done():
@@ -250,16 +351,14 @@ class Completer:
                 completion.stored.set_result(None)
 
     def _transact(self, completions: list[Completion]) -> asyncio.Future[list[Any]]:
-        call = self._engine.call
-        call("MULTI")
+        commands: list[tuple[Argument, ...]] = []
         done: dict[str, list[bytes]] = {}
         for completion in completions:
-            append_message(self._engine, completion.results, completion.kind, completion.body)
+            commands.append(("XADD", completion.results, "*", "t", completion.kind, "d", completion.body))
             done.setdefault(completion.delivery.stream, []).append(completion.delivery.entry_id)
         for stream, ids in done.items():
-            call("XACK", stream, WORKER_GROUP, *ids)
-            call("XDEL", stream, *ids)
-        return call("EXEC")
+            commands += [("XACK", stream, WORKER_GROUP, *ids), ("XDEL", stream, *ids)]
+        return self._engine.transact(commands)
 
     async def _add_again(self, completions: list[Completion], replies: list[Any]) -> None:
         """MULTI does not roll back: an XADD that failed (memory, a wrong type) is sent alone until it is in."""
@@ -272,25 +371,16 @@ class Completer:
                     reply = error
 
 
+def _by_stream(completions: list[Completion]) -> list[list[Completion]]:
+    """Those whose results go to one stream, and so are of one partition."""
+    found: dict[str, list[Completion]] = {}
+    for completion in completions:
+        found.setdefault(completion.results, []).append(completion)
+    return list(found.values())
+
+
 _KEPT: set[asyncio.Task[None]] = set()
 """The loop holds its tasks weakly; those that nobody awaits are held here until they are done."""
-
-
-async def dead_letter(
-    engine: Engine, dead: str, group: str, delivery: Delivery, *, reason: str, attempts: int = 1
-) -> None:
-    """Move an entry to the dead letters, with the reason and its original bytes, and acknowledge it."""
-    fields = delivery.fields or {}
-    engine.call("MULTI")
-    engine.call(
-        "XADD", dead, "MAXLEN", "~", 100_000, "*", "reason", reason, "from", delivery.stream,
-        "id", delivery.entry_id, "attempts", attempts, "t", fields.get(b"t", b""), "d", fields.get(b"d", b""),
-    )  # fmt: skip
-    engine.call("XACK", delivery.stream, group, delivery.entry_id)
-    engine.call("XDEL", delivery.stream, delivery.entry_id)
-    replies = await engine.call("EXEC")
-    if isinstance(replies[0], Exception):
-        raise replies[0]  # MULTI does not roll back: the caller tries again, and only the letter is missing then
 
 
 def publication_header(types: Sequence[str], bodies: Sequence[bytes]) -> str:
@@ -309,7 +399,7 @@ class ChannelEvent(NamedTuple):
 
 async def read_channel(engine: Engine, channel: str, after: int, count: int) -> list[ChannelEvent]:
     """The stored events of a channel behind a number, up to `count`."""
-    entries = await engine.call("XRANGE", channel, f"0-{after + 1}", "+", "COUNT", count)
+    entries = await read_through(engine, "XRANGE", channel, f"0-{after + 1}", "+", "COUNT", count)
     events = []
     for entry_id, fields in entries:
         values = pairs(fields)

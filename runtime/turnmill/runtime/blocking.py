@@ -13,6 +13,7 @@ from turnmill.protocol.events import Event
 from turnmill.protocol.messages import OnBusy
 
 from .client import Client, connect
+from .dead_letters import DeadLetter
 from .definitions import Agent, TurnOptions
 from .results import TurnResult
 from .sessions import Session
@@ -180,6 +181,15 @@ class SyncClient:
 
     def session(self, session_id: str) -> SyncSession:
         return SyncSession(self._client.session(session_id), self._loop)
+
+    def dead_letters(self, *letter_ids: str, limit: int | None = 100, reason: str | None = None) -> list[DeadLetter]:
+        return self._loop.run(self._client.dead_letters(*letter_ids, limit=limit, reason=reason))
+
+    def replay_dead_letters(self, *letter_ids: str, every: bool = False, reason: str | None = None) -> dict[str, str]:
+        return self._loop.run(self._client.replay_dead_letters(*letter_ids, every=every, reason=reason))
+
+    def drop_dead_letters(self, *letter_ids: str, every: bool = False, reason: str | None = None) -> dict[str, str]:
+        return self._loop.run(self._client.drop_dead_letters(*letter_ids, every=every, reason=reason))
 
     def publish(self, *agents: Agent) -> None:
         self._loop.run(self._client.publish(*agents))

@@ -23,7 +23,7 @@ from turnmill.protocol.events import (
     ToolExecutionStarted,
     ToolResultReady,
 )
-from turnmill.protocol.keys import child_turn_id
+from turnmill.protocol.keys import child_turn_id, session_name
 from turnmill.protocol.messages import HandOff, Parent, StartTurn, SubTurnEnded, ToolTask
 from turnmill.protocol.specs import Approval, Plan, StopCondition, ToolSpec
 from turnmill.protocol.trace_context import child_trace
@@ -235,8 +235,7 @@ def _start_sub_turn(draft: Draft, turn: TurnState, call: CallState, spec: ToolSp
     )
     draft.effects.append(Send(command))
     # Gone with the session that it belongs to.
-    kinds = ("session", "transcript", "replacements", "values", "blobs")
-    draft.effects.append(Keep([f"{kind}:{session_id}" for kind in kinds]))
+    draft.effects.append(Keep([session_name(session_id)]))
     return None
 
 

@@ -1,6 +1,6 @@
 """Channels: what happened so far, then what happens, without gap or duplicate.
 
-A process follows all its channels over one subscriber connection. A follower subscribes, reads the stream from its
+A process follows all its channels over one subscriber connection, on a cluster over one to each primary. A follower subscribes, reads the stream from its
 cursor, and then takes what is published; the number of every event tells a gap, and a gap is read from the stream. So a
 lost connection, a slow reader whose buffer overflowed and a message that never came all end in the same way: read on
 from the cursor.
@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import EngineUnavailable
 from turnmill.protocol.events import TERMINAL_EVENT_TYPES
-from turnmill.protocol.streams import ChannelEvent, parse_publication, read_channel
-from turnmill.protocol.subscription import Subscription
+from turnmill.protocol.streams import ChannelEvent, parse_publication, read_channel, read_through
+from turnmill.protocol.subscription import subscription
 
 _BUFFERED_EVENTS_MAX = 1000
+_BUFFERED_BYTES_MAX = 1024 * 1024
 _READ_COUNT = 500
 TERMINAL_KINDS = frozenset(kind.encode() for kind in TERMINAL_EVENT_TYPES)
 
@@ -27,13 +27,18 @@ class ChannelExpiredError(Exception):
     """The channel is gone, or its beginning is: events after the cursor cannot be had any more."""
 
 
+class ChannelGoneError(ChannelExpiredError):
+    """Nothing is left of the channel."""
+
+
 class _Follower:
     """One reader of one channel: a bounded buffer between the subscriber connection and the reader's pace."""
 
-    __slots__ = ("buffer", "confirmed", "heard", "overflowed", "silent", "wake")
+    __slots__ = ("buffer", "confirmed", "heard", "overflowed", "silent", "size", "wake")
 
     def __init__(self) -> None:
         self.buffer: list[ChannelEvent] = []
+        self.size = 0
         self.wake = asyncio.Event()
         self.confirmed = False
         self.overflowed = False
@@ -41,9 +46,11 @@ class _Follower:
         self.silent = False
 
     def push(self, events: list[ChannelEvent]) -> None:
-        if len(self.buffer) + len(events) > _BUFFERED_EVENTS_MAX:
+        self.size += sum(len(event.body) for event in events)
+        if len(self.buffer) + len(events) > _BUFFERED_EVENTS_MAX or self.size > _BUFFERED_BYTES_MAX:
             # A reader that is slower than its turn reads on from the stream: memory stays bounded, the turn is not slowed.
             self.buffer.clear()
+            self.size = 0
             self.overflowed = True
         else:
             self.buffer.extend(events)
@@ -59,12 +66,12 @@ class _Follower:
 
 
 class Channels:
-    """All channels that this process follows, over one subscriber connection."""
+    """All channels that this process follows, over one subscriber connection (to each node of a cluster)."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._followers: dict[bytes, set[_Follower]] = {}
-        self._subscription = Subscription(engine, on_open=self._on_open, on_push=self._on_push, on_look=self._on_look)
+        self._subscription = subscription(engine, on_open=self._on_open, on_push=self._on_push, on_look=self._on_look)
 
     async def follow(self, channel: str, after: int = 0, *, existing: bool = True) -> AsyncIterator[list[ChannelEvent]]:
         """The events of a channel after a number, until its terminal event, in the pieces in which they come. While nothing
@@ -79,11 +86,11 @@ class Channels:
         cursor = after
         try:
             while True:
-                if not follower.confirmed and self._subscription.is_open:
+                if not follower.confirmed and self._subscription.serves(name):
                     await follower.wake.wait()
                 events = await self._stored(channel, cursor, follower)
                 if not events and (existing or cursor > 0) and not await self._exists(channel):
-                    raise ChannelExpiredError(channel)
+                    raise ChannelGoneError(channel)
                 while events:
                     cursor = events[-1].number
                     yield events
@@ -107,13 +114,8 @@ class Channels:
 
     async def _stored(self, channel: str, cursor: int, follower: _Follower) -> list[ChannelEvent]:
         """What the stream holds after the cursor, up to a page."""
-        while True:
-            follower.overflowed = False
-            try:
-                events = await read_channel(self._engine, channel, cursor, _READ_COUNT)
-                break
-            except EngineUnavailable:
-                await self._engine.ready()
+        follower.overflowed = False
+        events = await read_channel(self._engine, channel, cursor, _READ_COUNT)
         for expected, event in enumerate(events, cursor + 1):
             if event.number != expected:
                 raise ChannelExpiredError(f"events {expected} to {event.number - 1} of {channel} were removed")
@@ -123,7 +125,7 @@ class Channels:
         """What was published since, without a gap; nothing where the stream must be read."""
         while True:
             follower.wake.clear()
-            events, follower.buffer = follower.buffer, []
+            events, follower.buffer, follower.size = follower.buffer, [], 0
             if events and events[0].number <= cursor:
                 events = [event for event in events if event.number > cursor]
             if events:
@@ -138,10 +140,7 @@ class Channels:
             await follower.wake.wait()
 
     async def _exists(self, channel: str) -> bool:
-        try:
-            return bool(await self._engine.call("EXISTS", channel))
-        except EngineUnavailable:
-            return True
+        return bool(await read_through(self._engine, "EXISTS", channel))
 
     # ---- the subscriber connection
 
@@ -149,9 +148,8 @@ class Channels:
         followers = self._followers.setdefault(name, set())
         followers.add(follower)
         self._subscription.start()
-        if self._subscription.is_open:
-            # Also where others follow it already: the confirmation says from when on this follower misses nothing.
-            self._subscription.subscribe(name)
+        # Also where others follow it already: the confirmation says from when on this follower misses nothing.
+        self._subscription.subscribe(name)
 
     def _remove(self, name: bytes, follower: _Follower) -> None:
         followers = self._followers.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, get_args
@@ -12,6 +13,7 @@ import msgspec
 from ulid import ULID
 
 from turnmill.protocol.abort_signal import AbortSignal
+from turnmill.protocol.acknowledgement import Acknowledgement
 from turnmill.protocol.blobs import resolve_messages, with_blobs
 from turnmill.protocol.codec import ANSWER_CODEC, BODY_FIELD, MESSAGE_CODEC, decode_message, encode_body
 from turnmill.protocol.connection import Engine, pairs
@@ -22,12 +24,14 @@ from turnmill.protocol.messages import Answer, Command, OnBusy, StartTurn, Steer
 from turnmill.protocol.namespace import open_namespace
 from turnmill.protocol.settings import Settings, load_settings
 from turnmill.protocol.specs import ToolSpec
-from turnmill.protocol.streams import append_message
+from turnmill.protocol.streams import append_message, read_through
 
+from . import dead_letters
 from .channel import Channels
+from .dead_letters import Change, DeadLetter
 from .definitions import Agent, TurnOptions, sent_metadata
 from .idempotency import claim_turn
-from .refusals import refusal
+from .refusals import refusal, refusal_told
 from .registry import publish
 from .sessions import Session
 from .telemetry import current_trace
@@ -39,6 +43,8 @@ _ON_BUSY: tuple[str, ...] = get_args(OnBusy)
 _CLOCKS_DIFFER_MS = 3_600_000
 """The time in a turn's id is of the client that made it, the inbox's times are of the engine."""
 _INBOX_PAGE = 500
+_PUBLISHED_SECONDS = 5.0
+"""How long an agent counts as published: an engine that lost its data is told again."""
 ANSWER_TIMEOUT_SECONDS = 60.0
 """How long a command waits for a coordinator; it stays in the inbox behind that."""
 
@@ -52,7 +58,8 @@ class Client:
         self.settings = settings
         self.channels = Channels(engine)
         self._watching: set[asyncio.Task[None]] = set()
-        self._references: dict[int, tuple[Agent, str]] = {}
+        self._references: dict[int, tuple[Agent, str, float]] = {}
+        self._acknowledgement = Acknowledgement.of(settings)
         self._published_tools: set[str] = set()
 
     async def turn(
@@ -73,9 +80,9 @@ class Client:
 
         `on_busy` says what happens where another turn is live on the session: the new one waits for its end (`queue`),
         is refused with `SessionBusyError` (`reject`), becomes steering of the live one, whose handle is returned
-        (`steer`), or stops it (`interrupt`). The same `idempotency_key` gives the same turn again, for as long as
-        records are kept (TURNMILL_RECORD_TTL); with another body it raises `IdempotencyConflictError`. `rewind_to` hides
-        from the model what the transcript holds from that entry on.
+        (`steer`), or stops it (`interrupt`). The same `idempotency_key` gives the same turn again, for
+        TURNMILL_IDEMPOTENCY_TTL; with another body it raises `IdempotencyConflictError`. `rewind_to` hides from the model
+        what the transcript holds from that entry on.
         """
         options = options or _DEFAULT_OPTIONS
         if not isinstance(options, TurnOptions):
@@ -114,10 +121,12 @@ class Client:
 
     async def _start_once(self, command: StartTurn, turn: Turn, keys: PartitionKeys, idempotency_key: str) -> Turn:
         """The turn that the key stands for; its command is sent again unless a coordinator has read it."""
-        claimed = await claim_turn(self.engine, keys, command, idempotency_key, self.settings.record_ttl)
-        if claimed != command.turn_id:
-            command, turn = msgspec.structs.replace(command, turn_id=claimed), self.attach(claimed)
-            if await self.engine.call("EXISTS", keys.turn(claimed)):
+        lifetime_seconds = self.settings.idempotency_ttl or self.settings.record_ttl
+        with refusal_told(command.type):
+            command = await claim_turn(self.engine, keys, command, idempotency_key, lifetime_seconds)
+        if command.turn_id != turn.id:
+            turn = self.attach(command.turn_id)
+            if await read_through(self.engine, "EXISTS", keys.turn(turn.id)):
                 return turn
         return await self._start(command, turn)
 
@@ -160,7 +169,7 @@ class Client:
         """A command that is sent twice, because nobody knows whether it arrived, is answered twice."""
         while True:
             try:
-                await append_message(self.engine, keys.inbox, kind, body)
+                await self._append(keys, kind, body)
                 break
             except EngineUnavailable:
                 await self.engine.ready()
@@ -176,13 +185,16 @@ class Client:
         threshold = self.settings.blob_threshold
         if len(messages) == 1 and isinstance(messages[0].content, str) and 4 * len(messages[0].content) <= threshold:
             return messages
-        return [await with_blobs(self.engine, keys, message, threshold) for message in messages]
+        lifetime_ms = self.settings.blob_ttl * 1000
+        with refusal_told("message"):
+            return [await with_blobs(self.engine, keys, message, threshold, lifetime_ms) for message in messages]
 
     async def stored_message(self, session_id: str, message: Message) -> Message:
         return (await self._stored(self.keys.of_session(session_id), [message]))[0]
 
     async def stored_result(self, session_id: str, result: ToolResult) -> ToolResult:
-        return await with_blobs(self.engine, self.keys.of_session(session_id), result, self.settings.blob_threshold)
+        keys, settings = self.keys.of_session(session_id), self.settings
+        return await with_blobs(self.engine, keys, result, settings.blob_threshold, settings.blob_ttl * 1000)
 
     def session(self, session_id: str) -> Session:
         """The handle of a session: its messages, turns and values; fork, retry, delete."""
@@ -214,7 +226,19 @@ class Client:
     async def submit(self, command: StartTurn) -> None:
         """Append a command to its partition's inbox. Raises `MessageTooLarge` above `payload_bytes_max`."""
         body = self._encoded(command)
-        await append_message(self.engine, self.keys.of_turn(command.turn_id).inbox, command.type, body)
+        await self._append(self.keys.of_turn(command.turn_id), command.type, body)
+
+    async def _append(self, keys: PartitionKeys, kind: str, body: bytes) -> None:
+        with refusal_told(kind):
+            await append_message(self.engine, keys.inbox, kind, body)
+        acknowledgement = self._acknowledgement
+        missing = acknowledgement.replicas and await acknowledgement.missing(self.engine.node_of(keys.inbox))
+        if missing:
+            raise EngineUnavailable(
+                f"the {kind} is in the inbox, and {missing} of {acknowledgement.replicas} replicas did not confirm it "
+                f"within {self.settings.acknowledge_timeout:g} s: a failover may lose it. Send it again with its "
+                "idempotency key (TURNMILL_ACKNOWLEDGED_REPLICAS, TURNMILL_ACKNOWLEDGE_TIMEOUT)"
+            )
 
     async def submitted_session(self, turn_id: str) -> str | None:
         """The session of a turn whose command waits in its partition's inbox, not read by a coordinator yet; else None."""
@@ -222,7 +246,7 @@ class Client:
         start = "-" if submitted_ms is None else max(0, submitted_ms - _CLOCKS_DIFFER_MS)
         inbox, name = self.keys.of_turn(turn_id).inbox, turn_id.encode()
         while True:
-            entries = await self.engine.call("XRANGE", inbox, start, "+", "COUNT", _INBOX_PAGE)
+            entries = await read_through(self.engine, "XRANGE", inbox, start, "+", "COUNT", _INBOX_PAGE)
             for _, fields in entries:
                 if name in dict(zip(fields[::2], fields[1::2], strict=True)).get(BODY_FIELD, b""):
                     command = MESSAGE_CODEC.decode_fields(pairs(fields))
@@ -244,9 +268,44 @@ class Client:
         if end is not None and end <= first:
             return []
         key = self.keys.of_session(session_id).transcript(session_id)
-        entries = await self.engine.call("LRANGE", key, first, -1 if end is None else end - 1)
+        entries = await read_through(self.engine, "LRANGE", key, first, -1 if end is None else end - 1)
         messages = [decode_message(entry) for entry in entries]
         return await resolve_messages(self.engine, self.keys.of_session(session_id), messages)
+
+    async def dead_letters(
+        self, *letter_ids: str, limit: int | None = 100, reason: str | None = None
+    ) -> list[DeadLetter]:
+        """Messages that nobody could decide on: those with these ids, whole; without ids the newest ones whose reason
+        contains a text, newest first, with the beginnings of their bodies. Raises `ValueError` for what is no id."""
+        if letter_ids:
+            return await dead_letters.read_letters(self.engine, self.keys, letter_ids)
+        return await dead_letters.list_letters(self.engine, self.keys, limit=limit, reason=reason)
+
+    async def replay_dead_letters(
+        self, *letter_ids: str, every: bool = False, reason: str | None = None
+    ) -> dict[str, str]:
+        """Put dead letters back into the streams they came from; with `every`, all that are there now, or those whose
+        reason contains a text. Each goes once, whoever else does the same. What became of each: `replayed`, `gone`, or
+        why it cannot be put back."""
+        return await self._change_letters(dead_letters.replay_letters, letter_ids, every, reason)
+
+    async def drop_dead_letters(
+        self, *letter_ids: str, every: bool = False, reason: str | None = None
+    ) -> dict[str, str]:
+        """Delete dead letters. What became of each: `dropped` or `gone`."""
+        return await self._change_letters(dead_letters.drop_letters, letter_ids, every, reason)
+
+    async def _change_letters(
+        self, change: Change, letter_ids: Sequence[str], every: bool, reason: str | None
+    ) -> dict[str, str]:
+        if every == bool(letter_ids) or (reason is not None and not every):
+            raise ValueError("give the ids of letters, or every=True, with a reason for some of them")
+        if letter_ids:
+            return await change(self.engine, self.keys, letter_ids)
+        outcome: dict[str, str] = {}
+        async for page in dead_letters.letter_pages(self.engine, self.keys, reason):
+            outcome |= await change(self.engine, self.keys, page)
+        return outcome
 
     async def publish(self, *agents: Agent) -> None:
         """Publish agents, those they call and their tools, so that others may name them."""
@@ -255,7 +314,8 @@ class Client:
     async def _publish(self, agents: list[Agent]) -> dict[str, str]:
         nested = list({id(inner): inner for agent in agents for inner in agent.agents()}.values())
         tools = [spec for agent in nested for spec in agent.tool_specs()]
-        return await publish(self.engine, self.keys, [agent.agent_spec() for agent in nested], tools)
+        with refusal_told("agent"):
+            return await publish(self.engine, self.keys, [agent.agent_spec() for agent in nested], tools)
 
     async def close(self) -> None:
         for task in list(self._watching):
@@ -275,9 +335,11 @@ class Client:
         if extra:
             await self._publish_tools(extra)
         known = self._references.get(id(agent))
-        if known is None or known[0] is not agent:
+        if known is None or known[0] is not agent or known[2] < time.monotonic():
             versions = await self._publish([agent])
-            known = self._references[id(agent)] = agent, f"{agent.name}@{versions[agent.name]}"
+            # An old version does not stay for ever, and an engine that lost its data is told again.
+            again_at = time.monotonic() + min(self.settings.agent_ttl / 4, _PUBLISHED_SECONDS)
+            known = self._references[id(agent)] = agent, f"{agent.name}@{versions[agent.name]}", again_at
         return known[1]
 
     async def _publish_tools(self, tools: list[ToolSpec]) -> None:

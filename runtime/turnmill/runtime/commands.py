@@ -72,7 +72,8 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
     if command.mode == "queue":
         return _queue_next(draft, command, turn, queued, pending_max)
     waiting = turn.steering if turn is not None else queued.steering if queued is not None else []
-    known = {item.steering_id for item in waiting} | set(turn.steered if turn is not None else ())
+    came = turn.steered if turn is not None else queued.steered if queued is not None else []
+    known = {item.steering_id for item in waiting} | set(came)
     if command.steering_id not in known:
         if len(waiting) >= pending_max:
             return draft.reply(command.steering_id, _full(command.turn_id, len(waiting)))
@@ -82,7 +83,8 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
         elif queued is not None:
             draft.keep_blobs(item.message)
             index = draft.state.queue.index(queued)
-            changed = msgspec.structs.replace(queued, steering=[*queued.steering, item])
+            steered = [*queued.steered, item.steering_id][-STEERED_MAX:]
+            changed = msgspec.structs.replace(queued, steering=[*queued.steering, item], steered=steered)
             draft.state.queue[index] = changed
     return draft.reply(command.steering_id, accepted)
 
@@ -101,6 +103,7 @@ def _queue_next(
     state = draft.state
     accepted = Answer(turn_id=command.turn_id, steering_id=command.steering_id)
     is_known = state.turn is not None and command.steering_id in (state.turn.turn_id, *state.turn.steered)
+    is_known = is_known or (queued is not None and command.steering_id in queued.steered)
     if not is_known and _queued(state, command.steering_id) is None:
         if len(state.queue) >= pending_max:
             text = f"{len(state.queue)} turns wait on the session already (TURNMILL_SESSION_QUEUE_MAX)"
@@ -120,6 +123,9 @@ def _queue_next(
         )
         if turn is not None:
             turn.steered = [*turn.steered, command.steering_id][-STEERED_MAX:]
+        elif queued is not None:
+            steered = [*queued.steered, command.steering_id][-STEERED_MAX:]
+            state.queue[state.queue.index(queued)] = msgspec.structs.replace(queued, steered=steered)
         state.queue.append(QueuedTurn(next_turn, like.plan_id))
         draft.keep_blobs(command.message)
         draft.record_queued(next_turn)

@@ -89,6 +89,13 @@ class Options(Definition):
             check_model(value)
         return value
 
+    @field_validator("fallbacks", mode="after", check_fields=False)
+    @classmethod
+    def _further_models(cls, value: list[str] | None) -> list[str] | None:
+        for model in value or ():
+            check_model(model)
+        return value
+
     @field_validator("provider_options", mode="after", check_fields=False)
     @classmethod
     def _json(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ class AgentHooks(Definition):
 class Agent(Options):
     """An agent as data: a name, a model, instructions, tools, limits and policies, and the code that belongs to it.
 
-    `model` is `provider:model`. `tools` are functions decorated with `@tool`, names of tools that workers have
+    `model` is `provider:model`, and `fallbacks` are those that are asked where it fails or is held back. `tools` are functions decorated with `@tool`, names of tools that workers have
     registered, `HostTool`s, other agents (see `as_tool`) and `handoff_to(...)`. `stop_when` takes `step_count_is`,
     `has_tool_call` and functions; `approvals` says by tool name `"always"`, `"never"`, or a function that decides.
     `output` is a JSON Schema or a pydantic model class. Times are in seconds. docs/python.md tells all of them.
@@ -97,6 +97,7 @@ class Agent(Options):
 
     name: str
     model: str
+    fallbacks: list[str] = Field(default_factory=list, max_length=16)
     system: str | None = None
     tools: list[Any] = Field(default_factory=list)
     max_steps: int = Field(10, ge=1, le=1000)
@@ -201,6 +202,7 @@ class TurnOptions(Options):
     """
 
     model: str | None = None
+    fallbacks: list[str] | None = Field(None, max_length=16)
     system: str | None = None
     tools: list[Any] | None = None
     max_steps: int | None = Field(None, ge=1, le=1000)

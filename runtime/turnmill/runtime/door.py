@@ -6,14 +6,23 @@ is a dead letter; what is forged or empty is counted and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from turnmill.protocol.codec import BODY_FIELD, MESSAGE_CODEC, TYPE_FIELD, Unreadable, read_address
+from turnmill.protocol.codec import (
+    BODY_FIELD,
+    MESSAGE_CODEC,
+    TYPE_FIELD,
+    VERSION_FIELD,
+    Unreadable,
+    is_msgpack,
+    read_address,
+)
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.dead_letters import Refusal, bury
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.keys import (
     COORDINATOR_GROUP,
@@ -21,6 +30,8 @@ from turnmill.protocol.keys import (
     is_task_queue,
     partition_of_session,
     partition_of_turn,
+    valid_name,
+    valid_session_id,
 )
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import (
@@ -33,7 +44,7 @@ from turnmill.protocol.messages import (
     UnreadableTask,
 )
 from turnmill.protocol.namespace import make_token
-from turnmill.protocol.streams import Delivery, acknowledge, dead_letter
+from turnmill.protocol.streams import Delivery, acknowledge
 
 from .machine import Input, Start, Transfer
 from .store import INBOX, RESULTS, Source
@@ -44,6 +55,7 @@ REPLIES: dict[bytes, type[ModelReply] | type[ToolReply]] = {
     kind.type.encode(): kind for kind in (ModelReply, ToolReply)
 }
 _COMMANDS = frozenset(COMMANDS)
+_COMMAND_TYPES = frozenset(kind.type.encode() for kind in COMMANDS)
 Removal: TypeAlias = Callable[[], Awaitable[None]]
 """Gets rid of an entry that is not decided on; may be repeated."""
 
@@ -60,6 +72,37 @@ def in_place_of(message: Input, reason: str) -> Input | None:
             return None
 
 
+class _CommandIds(NamedTuple):
+    """What a command says of itself and its sender, whatever else is wrong with it."""
+
+    turn_id: str
+    session_id: str
+    agent: str
+    answered_as: str
+    """The id under which the sender waits for an answer; empty where it does not."""
+
+
+def _command_ids(fields: Mapping[bytes, bytes]) -> _CommandIds | None:
+    kind, body, version = fields.get(TYPE_FIELD, b""), fields.get(BODY_FIELD, b""), fields.get(VERSION_FIELD, b"1")
+    if version != b"1" or kind not in _COMMAND_TYPES:
+        return None
+    try:
+        packed = is_msgpack(body)
+        said = msgspec.msgpack.decode(body, type=dict) if packed else msgspec.json.decode(body, type=dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    names = ("turn_id", "session_id", "agent", "request_id", "steering_id")
+    turn_id, session_id, agent, *ids = [value if isinstance(value := said.get(name), str) else "" for name in names]
+    waiting = next(filter(None, ids), turn_id if said.get("answer") is True else "")
+    return _CommandIds(turn_id, session_id, agent or "?", waiting if valid_name(waiting) else "")
+
+
+def refusal_of(fields: Mapping[bytes, bytes], kind: str) -> Refusal | None:
+    """To whom the answer to a command goes that cannot be decided on; None where nobody waits, or nobody knows who."""
+    ids = _command_ids(fields)
+    return Refusal(ids.answered_as, ids.turn_id, kind) if ids is not None and ids.answered_as else None
+
+
 class Arrived(NamedTuple):
     """A readable message and where it came from."""
 
@@ -74,13 +117,20 @@ class Door:
     """Lets entries of one partition in. It decides at once; what it turns away is removed later, by what it returns."""
 
     def __init__(
-        self, engine: Engine, keys: PartitionKeys, partitions: int, secret: bytes, count: Callable[[str], None]
+        self,
+        engine: Engine,
+        keys: PartitionKeys,
+        partitions: int,
+        secret: bytes,
+        count: Callable[[str], None],
+        now_ms: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._keys = keys
         self._partitions = partitions
-        self._secret = secret
+        self.secret = secret
         self._count = count
+        self._now_ms = now_ms
 
     def admit(self, delivery: Delivery) -> Arrived | Removal:
         """A readable message that may be decided on, or how to get rid of the entry."""
@@ -99,7 +149,7 @@ class Door:
             return Arrived(source, Transfer(message, ""), message.session_id)
         if not isinstance(message, Addressed):
             return Arrived(source, message, message.session_id)
-        if message.token != make_token(self._secret, message.turn_id, message.call, message.attempt):
+        if message.token != make_token(self.secret, message.turn_id, message.call, message.attempt):
             return self._drop(delivery, "bad_token")
         worker_message: Any = message
         return Arrived(source, worker_message, message.session_id)
@@ -108,16 +158,35 @@ class Door:
         """A worker's reply that cannot be read, but says in whose name it comes: its call ends now with the reason, and
         not at its deadline. The reply itself is a dead letter."""
         fields = delivery.fields or {}
+        if source.stream == INBOX:
+            return self._refuse_start(delivery, source, reason)
         kind = REPLIES.get(fields.get(TYPE_FIELD, b"")) if source.stream == RESULTS else None
         address = read_address(fields.get(BODY_FIELD, b"")) if kind is not None else None
         if kind is None or address is None or not self._is_genuine(address):
             return None
         error = ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=f"the worker's answer could not be read: {reason}")
-        return Arrived(source, address.answer(kind, error=error), address.session_id, self.bury(delivery, reason))
+        letter = self.bury(delivery, reason, is_acknowledged=True)
+        return Arrived(source, address.answer(kind, error=error), address.session_id, letter)
+
+    def _refuse_start(self, delivery: Delivery, source: Source, reason: str) -> Arrived | None:
+        """A start that cannot be read, but says which turn it means: whoever waits for that turn sees it fail."""
+        fields = delivery.fields or {}
+        ids = _command_ids(fields)
+        if ids is None or fields[TYPE_FIELD] != StartTurn.type.encode():
+            return None
+        is_ours = partition_of_turn(ids.turn_id) == self._keys.partition and valid_session_id(ids.session_id)
+        if not is_ours or partition_of_session(ids.session_id, self._partitions) != self._keys.partition:
+            return None
+        command = StartTurn(
+            turn_id=ids.turn_id, session_id=ids.session_id, agent=ids.agent, messages=[], answer=bool(ids.answered_as)
+        )
+        error = ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=f"the turn's command could not be read: {reason}")
+        letter = self.bury(delivery, reason, is_acknowledged=True, is_answered=True)
+        return Arrived(source, Start(command, "", error), ids.session_id, letter)
 
     def _is_genuine(self, address: Addressed) -> bool:
         """Whether it comes from here, and belongs here."""
-        token = make_token(self._secret, address.turn_id, address.call, address.attempt)
+        token = make_token(self.secret, address.turn_id, address.call, address.attempt)
         return (
             address.token == token
             and partition_of_session(address.session_id, self._partitions) == self._keys.partition
@@ -137,26 +206,47 @@ class Door:
             return f"{message.turn_id!r} is not the id of a turn of partition {self._keys.partition}"
         return None
 
-    def bury(self, delivery: Delivery, reason: str) -> Removal:
-        _log.warning("message moved to the dead letters", stream=delivery.stream, reason=reason)
+    def bury(
+        self,
+        delivery: Delivery,
+        reason: str,
+        *,
+        origin: Delivery | None = None,
+        kind: str = ErrorKind.BAD_REQUEST,
+        is_acknowledged: bool = False,
+        is_answered: bool = False,
+    ) -> Removal:
+        """Makes it a dead letter, or what it reports of (`origin`). Who waits for the answer to a command is told, with
+        an error of `kind`, if the command's id can be read."""
+        buried = origin or delivery
+        _log.warning("message moved to the dead letters", stream=buried.stream, reason=reason)
         self._count("dead_letters")
-        return lambda: dead_letter(self._engine, self._keys.dead, COORDINATOR_GROUP, delivery, reason=reason)
+        waits = delivery.stream == self._keys.inbox and not is_answered
+        refusal = refusal_of(delivery.fields or {}, kind) if waits else None
+
+        async def move() -> None:
+            await bury(
+                self._engine,
+                self._keys,
+                delivery,
+                reason,
+                now_ms=self._now_ms(),
+                origin=origin,
+                refusal=refusal,
+                is_acknowledged=is_acknowledged,
+            )
+
+        return move
 
     def _bury_task(self, delivery: Delivery, report: UnreadableTask) -> Removal:
         queue = report.stream.removeprefix(self._keys.base)
         if queue == report.stream or not is_task_queue(queue):
             return self.bury(delivery, f"{report.stream!r} is no task stream of partition {self._keys.partition}")
-        original = Delivery(
-            report.stream, report.entry_id.encode(), {b"t": report.entry_type.encode(), b"d": report.entry_body}
-        )
-        _log.warning("task moved to the dead letters", stream=report.stream, reason=report.reason)
-        self._count("dead_letters")
-
-        async def move() -> None:
-            await dead_letter(self._engine, self._keys.dead, COORDINATOR_GROUP, original, reason=report.reason)
-            await self._acknowledge(delivery)
-
-        return move
+        fields = {TYPE_FIELD: report.entry_type.encode(), BODY_FIELD: report.entry_body}
+        fields |= {name.encode(): value for name, value in report.entry_fields.items()}
+        fields = {name: value for name, value in fields.items() if value or name not in (TYPE_FIELD, BODY_FIELD)}
+        origin = Delivery(report.stream, report.entry_id.encode(), fields)
+        return self.bury(delivery, report.reason, origin=origin)
 
     def _drop(self, delivery: Delivery, counter: str) -> Removal:
         """Acknowledge what is not worth a decision, and count it."""

@@ -9,6 +9,7 @@ import msgspec
 from turnmill.protocol.blob_refs import refs_of, refs_of_result
 from turnmill.protocol.content import Message, ToolResult
 from turnmill.protocol.events import Event
+from turnmill.protocol.keys import is_idempotency_name
 from turnmill.protocol.messages import Answer, StartTurn
 from turnmill.protocol.specs import Plan, RetryPolicy
 
@@ -119,9 +120,12 @@ class Draft:
         return int(seconds * 1000)
 
     def _head(self, command: StartTurn, status: str) -> dict[str, str | bytes]:
-        return {
+        head: dict[str, str | bytes] = {
             "session": self.session_id,
             "agent": command.agent.partition("@")[0],
             "status": status,
             "created": str(self.now_ms),
         }
+        if is_idempotency_name(command.idempotency):
+            head[command.idempotency] = ""
+        return head

@@ -41,6 +41,7 @@ class DispatchModel(msgspec.Struct, frozen=True):
     pool: str
     tenant: str
     priority: int
+    provider: str = ""
 
 
 class DispatchTool(msgspec.Struct, frozen=True):
@@ -111,6 +112,13 @@ class SetTimer(msgspec.Struct, frozen=True):
     at_ms: int | None
 
 
+class Load(msgspec.Struct, frozen=True):
+    """Turns of a tenant that wait or run: so many more, or fewer."""
+
+    tenant: str
+    change: int
+
+
 class Count(msgspec.Struct, frozen=True):
     """Add one to a counter of the partition."""
 
@@ -132,6 +140,7 @@ Effect: TypeAlias = (
     | Index
     | Feed
     | SetTimer
+    | Load
     | Count
 )
 

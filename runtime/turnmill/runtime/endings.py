@@ -70,6 +70,7 @@ def _never_started(
         aborted=status == "aborted",
         termination=termination,
         pending=error.pending,
+        retry_after_seconds=error.retry_after_seconds,
     )
     draft.effects.append(Publish(command.turn_id, failed, opens=not steering, closes=True))
     draft.feed(command.turn_id, command.agent.partition("@")[0], "turn.failed", error.kind)

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from turnmill.protocol.connection import Engine, pairs
-from turnmill.protocol.errors import EngineUnavailable
+from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
 from turnmill.protocol.keys import Keys
 
 _BLOCK_MS = 1000
 _COUNT = 200
+_AGAIN_SECONDS = 0.1
 
 
 class FeedEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,17 +45,47 @@ async def feed_ends(engine: Engine, keys: Keys) -> Cursors:
 
 async def follow_feed(engine: Engine, keys: Keys, cursors: Cursors) -> AsyncIterator[FeedEntry]:
     """Every entry behind the cursors, then every new one, without an end. Outlasts losses of the connection."""
+    if not engine.is_cluster:
+        async for entry in _follow(engine, keys, cursors):
+            yield entry
+        return
+    # On a cluster a read is about one partition: a connection for each, and their entries in one queue.
+    found: asyncio.Queue[FeedEntry | Exception] = asyncio.Queue(_COUNT)
+
+    async def collect(number: int) -> None:
+        try:
+            async for entry in _follow(engine, keys, {number: cursors[number]}):
+                await found.put(entry)
+        except Exception as error:
+            await found.put(error)
+
+    collecting = [asyncio.create_task(collect(number)) for number in cursors]
+    try:
+        while True:
+            next_entry = await found.get()
+            if isinstance(next_entry, Exception):
+                raise next_entry
+            yield next_entry
+    finally:
+        for task in collecting:
+            task.cancel()
+        await asyncio.gather(*collecting, return_exceptions=True)
+
+
+async def _follow(engine: Engine, keys: Keys, cursors: Cursors) -> AsyncIterator[FeedEntry]:
+    """The feeds of partitions of one node."""
     seen = dict(cursors)
     numbers = {keys.partitions[number].feed.encode(): number for number in seen}
+    streams = list(numbers)
     while True:
         try:
-            link = await engine.open_link()
+            link = await engine.node_of(streams[0]).open_link()
         except EngineUnavailable:
             await engine.ready()
+            await asyncio.sleep(_AGAIN_SECONDS)
             continue
         try:
             while link.is_open:
-                streams = list(numbers)
                 reply = await link.call(
                     "XREAD", "COUNT", _COUNT, "BLOCK", _BLOCK_MS,
                     "STREAMS", *streams, *[seen[numbers[name]] for name in streams],
@@ -65,6 +96,10 @@ async def follow_feed(engine: Engine, keys: Keys, cursors: Cursors) -> AsyncIter
                         yield _entry(numbers[name], entry_id, pairs(fields))
         except EngineUnavailable:
             await engine.ready()
+        except EngineReplyError as error:
+            if not engine.doubt(error):
+                raise
+            await asyncio.sleep(_AGAIN_SECONDS)
         finally:
             link.close()
 

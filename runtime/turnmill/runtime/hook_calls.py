@@ -107,9 +107,11 @@ def hook_waiting(draft: Draft, turn: TurnState, waiting: CallWaiting) -> None:
     assert hook is not None
     if not waiting.expired:
         return draft.discard("stale_finding")
+    remedy = "start `turnmill worker tools APP` with its app"
+    if waiting.paused is not None:
+        remedy = f"it is paused ({waiting.paused}), `turnmill queue resume tool:{hook.spec.queue}`"
     text = (
-        f"no worker took it from the queue {hook.spec.queue!r} within {hook.spec.start_timeout_seconds:g} s: start "
-        "`turnmill worker tools APP` with its app"
+        f"no worker took it from the queue {hook.spec.queue!r} within {hook.spec.start_timeout_seconds:g} s: {remedy}"
     )
     return _fail(draft, turn, hook, text)
 

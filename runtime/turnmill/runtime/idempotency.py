@@ -21,17 +21,18 @@ KEY_CHARACTERS_MAX = 512
 
 async def claim_turn(
     engine: Engine, keys: PartitionKeys, command: StartTurn, idempotency_key: str, lifetime_seconds: int
-) -> str:
-    """The id of the turn that the key stands for: the command's, if nobody used the key on this session before. Raises
-    `IdempotencyConflictError` where it was used with another body."""
+) -> StartTurn:
+    """The command with the id of the turn that the key stands for: its own, if nobody used the key on this session before.
+    Raises `IdempotencyConflictError` where it was used with another body."""
     if not isinstance(idempotency_key, str) or not 0 < len(idempotency_key) <= KEY_CHARACTERS_MAX:
         raise DefinitionError(f"an idempotency key has 1 to {KEY_CHARACTERS_MAX} characters")
-    fingerprint = _fingerprint(command)
     name = keys.idempotency(command.session_id, idempotency_key)
+    command = msgspec.structs.replace(command, idempotency=name.removeprefix(keys.base))
+    fingerprint = _fingerprint(command)
     record = f"{command.turn_id} {fingerprint}"
     before: bytes | None = await engine.call("SET", name, record, "NX", "GET", "PX", lifetime_seconds * 1000)
     if before is None:
-        return command.turn_id
+        return command
     turn_id, _, known = before.decode().partition(" ")
     if known != fingerprint:
         raise IdempotencyConflictError(
@@ -39,7 +40,7 @@ async def claim_turn(
             kind=ErrorKind.IDEMPOTENCY_CONFLICT,
             turn_id=turn_id,
         )
-    return turn_id
+    return msgspec.structs.replace(command, turn_id=turn_id)
 
 
 def _fingerprint(command: StartTurn) -> str:

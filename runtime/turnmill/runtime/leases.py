@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
-from turnmill.protocol.connection import Engine
+from turnmill.protocol.connection import Argument, Engine
+from turnmill.protocol.errors import EngineError, EngineUnavailable
 from turnmill.protocol.keys import Keys
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import ServerClock
@@ -40,6 +42,9 @@ class PartitionLeases:
         self._clock = clock
         self._take_over = take_over
         self._hand_back = hand_back
+        self._share = len(keys.partitions)
+        self._trouble: EngineError | None = None
+        self._is_slow = False
         self._valid_until: dict[int, float] = {}
         self._ready: set[int] = set()
         self._taking: dict[int, asyncio.Task[None]] = {}
@@ -50,18 +55,26 @@ class PartitionLeases:
         return [number for number in sorted(self._ready) if self._valid_until.get(number, 0.0) > horizon]
 
     async def beat(self) -> None:
-        """Renew what is held, take what is free up to the share, give back what is beyond it."""
-        await self._clock.synchronize()
-        share = await self._share()
-        await self._renew()
-        for number in sorted(self._ready)[share:]:
+        """Renew what is held, take what is free up to the share, give back what is beyond it.
+
+        On a cluster one shard may be away: the leases in others are looked after all the same. Raises the last trouble.
+        """
+        self._trouble, self._is_slow = None, False
+        async with self._noting_trouble():
+            await self._clock.synchronize()
+            self._share = await self._read_share()
+        await asyncio.gather(*[self._renew(number) for number in list(self._valid_until)])
+        for number in sorted(self._ready)[self._share :]:
             await self._give_back(number)
         # Every coordinator starts its search elsewhere, so that two that start together meet less often.
         start = hash(self._owner) % len(self._keys.partitions)
         for offset in range(len(self._keys.partitions)):
-            if len(self._valid_until) >= share:
+            if len(self._valid_until) >= self._share or self._is_slow:
                 break
-            await self._acquire((start + offset) % len(self._keys.partitions))
+            async with self._noting_trouble():
+                await self._acquire((start + offset) % len(self._keys.partitions))
+        if self._trouble is not None:
+            raise self._trouble
 
     async def give_back_all(self) -> None:
         """At drain: others may take over at once."""
@@ -70,23 +83,30 @@ class PartitionLeases:
             await self._give_back(number)
         await self._engine.call("ZREM", self._keys.coordinators, self._owner)
 
-    async def _share(self) -> int:
+    @asynccontextmanager
+    async def _noting_trouble(self) -> AsyncIterator[None]:
+        """What one engine or shard does not answer in time must not cost the other leases."""
+        seconds = self._lease_seconds / 3
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            self._trouble, self._is_slow = EngineUnavailable(f"no answer within {seconds:g} s"), True
+        except EngineError as error:
+            self._trouble = error
+
+    async def _read_share(self) -> int:
         now_ms = self._clock.now_ms()
         self._engine.call("ZADD", self._keys.coordinators, now_ms, self._owner)
         self._engine.call("ZREMRANGEBYSCORE", self._keys.coordinators, 0, now_ms - int(self._lease_seconds * 1000))
         live: int = await self._engine.call("ZCARD", self._keys.coordinators)
         return math.ceil(len(self._keys.partitions) / max(1, live))
 
-    async def _renew(self) -> None:
-        loop = asyncio.get_running_loop()
-        held = list(self._valid_until)
-        asked_at = loop.time()
-        calls = [
-            RENEW_LEASE.run(self._engine, [self._lease_key(number)], [self._owner, int(self._lease_seconds * 1000)])
-            for number in held
-        ]
-        for number, renewed in zip(held, await asyncio.gather(*calls), strict=True):
-            if renewed:
+    async def _renew(self, number: int) -> None:
+        asked_at = asyncio.get_running_loop().time()
+        async with self._noting_trouble():
+            arguments: list[Argument] = [self._owner, int(self._lease_seconds * 1000)]
+            if await RENEW_LEASE.run(self._engine, [self._lease_key(number)], arguments):
                 self._valid_until[number] = asked_at + self._lease_seconds
             else:
                 _log.warning("lease lost", partition=number)

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias, assert_never
 
 from turnmill.protocol.content import ErrorInfo
 from turnmill.protocol.errors import ErrorKind
+from turnmill.protocol.keys import is_idempotency_name
 from turnmill.protocol.messages import (
     AbortTurn,
     Answer,
@@ -39,7 +40,7 @@ from turnmill.protocol.specs import Plan
 from . import commands, pairing
 from .calls import call_overdue, dispatch_call, end_call, is_handoff
 from .draft import Draft
-from .effects import Cancel, Decision, DeleteSession, SetTimer
+from .effects import Cancel, Decision, DeleteSession, Record, SetTimer
 from .endings import (
     abort_turn,
     end_if_stopped,
@@ -52,6 +53,7 @@ from .endings import (
 )
 from .flow import advance_turn
 from .hook_calls import hook_overdue
+from .model_failures import model_failed
 from .replies import (
     answered_by_sub_turn,
     call_of,
@@ -62,7 +64,7 @@ from .replies import (
     tool_reply,
 )
 from .state import CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, TurnState, copy_state
-from .steps import begin_turn, model_failed, retry_model
+from .steps import begin_turn, retry_model
 
 LOSSES_MAX = 5
 
@@ -107,6 +109,8 @@ class Limits(NamedTuple):
 
     queued_turns_max: int = 100
     losses_max: int = LOSSES_MAX
+    session_ttl_ms: int = 0
+    """How long an idle session is kept; 0: until it is deleted."""
 
 
 def advance(
@@ -123,7 +127,8 @@ def advance(
     if draft.discarded is not None:
         return Decision(state, draft.effects, discarded=draft.discarded)
     _settle(draft)
-    _set_timer(draft)
+    _note_idleness(draft, state)
+    _set_timer(draft, limits.session_ttl_ms)
     return Decision(draft.state, draft.effects, draft.live, draft.new_turn)
 
 
@@ -142,7 +147,7 @@ def _decide(draft: Draft, message: Input, limits: Limits) -> None:
         case CallWaiting():
             call_waiting(draft, message)
         case TimerFired():
-            _timer_fired(draft)
+            _timer_fired(draft, limits)
         case SubTurnEnded():
             answered_by_sub_turn(draft, message)
         case Transfer():
@@ -166,14 +171,14 @@ def _decide(draft: Draft, message: Input, limits: Limits) -> None:
 def _settle(draft: Draft) -> None:
     """Behind the end of a turn: the end of the session if that was asked for, and then the next turn of the queue."""
     if draft.state.turn is None and draft.state.deletions:
-        _delete(draft)
+        _remove(draft)
     while draft.state.turn is None and draft.state.queue:
         queued = draft.state.queue.pop(0)
         _begin(draft, queued, was_queued=True)
 
 
-def _delete(draft: Draft) -> None:
-    """Turns that wait came behind the deletion: they begin a new session of the same name."""
+def _remove(draft: Draft) -> None:
+    """The end of the session. Turns that wait came behind it: they begin a new session of the same name."""
     state = draft.state
     draft.effects.append(DeleteSession())
     for request_id in state.deletions:
@@ -182,6 +187,26 @@ def _delete(draft: Draft) -> None:
     draft.state = SessionState(timer_ms=state.timer_ms, queue=state.queue)
     for queued in state.queue:
         draft.keep_blobs(*queued.command.messages, *[item.message for item in queued.steering])
+
+
+def _note_idleness(draft: Draft, before: SessionState) -> None:
+    """A session is idle since the end of its last turn, and a turn that was refused is none."""
+    state = draft.state
+    if state.turn is not None:
+        state.idle_since_ms = 0
+    elif state.length and (before.turn is not None or state.length != before.length):
+        state.idle_since_ms = draft.now_ms
+
+
+def _expire(draft: Draft, session_ttl_ms: int) -> None:
+    """An idle session's time may be over. One that nobody noted as idle, a fork, is so from now on."""
+    state = draft.state
+    if not session_ttl_ms or not state.length:
+        return
+    if not state.idle_since_ms:
+        state.idle_since_ms = draft.now_ms
+    elif state.idle_since_ms + session_ttl_ms <= draft.now_ms:
+        _remove(draft)
 
 
 def _begin(draft: Draft, queued: QueuedTurn, *, was_queued: bool = False) -> None:
@@ -272,6 +297,8 @@ def _busy(draft: Draft, live: TurnState, command: StartTurn, limits: Limits) -> 
 
 def _steer_instead(draft: Draft, live: TurnState, command: StartTurn) -> None:
     """The messages join the live turn; the turn that was asked for does not come to be."""
+    if is_idempotency_name(command.idempotency):
+        draft.effects.append(Record(live.turn_id, {command.idempotency: ""}))
     for index, message in enumerate(command.messages):
         steering_id = command.turn_id if index == 0 else f"{command.turn_id}.{index}"
         commands.add_steering(draft, live, Steering(steering_id, message))
@@ -307,11 +334,11 @@ def _transfer(draft: Draft, transfer: Transfer) -> None:
 # ---- time
 
 
-def _timer_fired(draft: Draft) -> None:
+def _timer_fired(draft: Draft, limits: Limits) -> None:
     draft.state.timer_ms = None
     turn = draft.state.turn
     if turn is None:
-        return None
+        return _expire(draft, limits.session_ttl_ms)
     if turn.phase is TurnPhase.ABORTING:
         return end_stopped(draft, turn) if turn.due_ms <= draft.now_ms else None
     if draft.plan_of(turn) is None:
@@ -372,10 +399,12 @@ def _calls_due(draft: Draft, turn: TurnState) -> None:
         advance_turn(draft, turn)
 
 
-def _set_timer(draft: Draft) -> None:
+def _set_timer(draft: Draft, session_ttl_ms: int) -> None:
     """One timer per session, for its earliest deadline. A timer that fires early only looks and is set again, so a
     later deadline needs no write."""
     state, due = draft.state, _earliest_due(draft.state.turn)
+    if session_ttl_ms and state.turn is None and state.idle_since_ms:
+        due = state.idle_since_ms + session_ttl_ms
     if due is None:
         if state.timer_ms is not None:
             state.timer_ms = None

@@ -75,10 +75,14 @@ def timed_out(call: ToolCall, timeout_seconds: float) -> ToolResult:
     return error_result(call, f"execution failed (timeout after {timeout_seconds:g} s)")
 
 
-def not_started(call: ToolCall, timeout_seconds: float) -> ToolResult:
-    return error_result(
-        call, f"execution failed (no worker took the call within {timeout_seconds:g} s; it did not take effect)"
+def not_started(call: ToolCall, timeout_seconds: float, paused: str | None = None) -> ToolResult:
+    """`paused` says why where an operator has paused the call's queue."""
+    why = (
+        "no worker took the call"
+        if paused is None
+        else f"the tool's queue is paused ({paused}): no worker took the call"
     )
+    return error_result(call, f"execution failed ({why} within {timeout_seconds:g} s; it did not take effect)")
 
 
 def outcome_unknown(call: ToolCall) -> ToolResult:

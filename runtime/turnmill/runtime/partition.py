@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from turnmill.protocol.acknowledgement import Acknowledgement
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import EngineReplyError, EngineUnavailable
+from turnmill.protocol.dead_letters import displace_wrong_keys, is_wrong_type
+from turnmill.protocol.errors import EngineError, EngineReplyError, EngineUnavailable, ErrorKind
 from turnmill.protocol.keys import (
     COORDINATOR_GROUP,
     Keys,
@@ -24,21 +26,25 @@ from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import Answer, DeliveryLost, ModelReply
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
-from turnmill.protocol.specs import Plan
+from turnmill.protocol.specs import Plan, provider_of
 from turnmill.protocol.streams import Delivery, create_groups, is_group_missing, is_transient
 
+from .admission import Admission, load_changes
 from .dispatch import DispatchWindow
 from .door import Arrived, Door, Removal, in_place_of
 from .effects import Count, Decision, DispatchModel, DispatchTool, Effect, Reply
+from .fleet import PoolSlots
 from .machine import Limits, Start, Transfer, advance
 from .registry import Registry
-from .state import SessionState
+from .state import BLANK, SessionState
 from .store import STALE, TURN_EXISTS, Retention, SessionCommit, Source, Store, Versioned, fold
 from .telemetry import RuntimeTelemetry
 
 _log = get_logger(__name__)
 _CACHED_SESSIONS_MAX = 20_000
 _CACHED_PLANS_MAX = 2_000
+_TIMER_OVERDUE_MS = 5_000
+"""A timer that has not fired by then is gone."""
 
 
 def _known_turn(state: SessionState, start: Start) -> Decision:
@@ -58,20 +64,31 @@ class Partition:
     """Decides and commits for one partition: one batch is decided while the one before is being committed."""
 
     def __init__(
-        self, engine: Engine, keys: Keys, number: int, settings: Settings, secret: bytes, clock: ServerClock
+        self,
+        engine: Engine,
+        keys: Keys,
+        number: int,
+        settings: Settings,
+        secret: bytes,
+        clock: ServerClock,
+        slots: PoolSlots | None = None,
     ) -> None:
+        """Partitions of one coordinator share the `slots`."""
+        slots = slots or PoolSlots(engine, keys)
         self.keys: PartitionKeys = keys.partitions[number]
         self.number = number
         self._engine = engine
         self._clock = clock
-        self._limits = Limits(settings.session_queue_max, settings.max_attempts)
-        retention = Retention(settings.event_ttl * 1000, settings.record_ttl * 1000, settings.feed_length)
-        self._store = Store(engine, self.keys, secret, retention, settings.wire, new_writer())
-        self._registry = Registry(engine, keys, settings.plan_ttl)
-        self.window = DispatchWindow(engine, self.keys, settings.dispatch_window)
+        self._limits = Limits(settings.session_queue_max, settings.max_attempts, (settings.session_ttl or 0) * 1000)
+        self._store = Store(engine, self.keys, secret, Retention.of(settings), settings.wire, new_writer())
+        self._store.acknowledgement = Acknowledgement.of(settings)
+        self._registry = Registry(engine, keys, settings.plan_ttl, settings.agent_ttl)
+        self.window = DispatchWindow(engine, keys, self.keys, settings.dispatch_window, slots)
+        self._admission = Admission(engine, self.keys, self.window, settings, len(keys.partitions))
         self._sessions: dict[str, Versioned] = {}
         self._plans: dict[str, Plan] = {}
         self._queues: set[str] = set()
+        self._dead_letter_ttl_ms = settings.dead_letter_ttl * 1000
         self._deciding = asyncio.Lock()
         self._batches = 0
         self._held_back: dict[str, set[int]] = {}
@@ -79,20 +96,28 @@ class Partition:
         self.in_flight: set[tuple[str, bytes]] = set()
         self.counters: dict[str, int] = {}
         self._telemetry = RuntimeTelemetry()
-        self._door = Door(engine, self.keys, len(keys.partitions), secret, self._count)
+        self._door = Door(engine, self.keys, len(keys.partitions), secret, self._count, clock.now_ms)
 
     def forget(self) -> None:
         """Drop what is cached: another owner may have written since."""
         self._sessions.clear()
+        self._admission.forget()
 
     async def take_over(self) -> None:
         """Get ready after the lease was taken."""
         self.forget()
         self._telemetry.forget()
         self._store.writer = new_writer()
-        queues = await self._engine.call("SMEMBERS", self.keys.queues)
-        self._queues = {name.decode() for name in queues}
-        await self.window.look(self._pools())
+        self._queues = await self._known_queues()
+        await self.window.look(self._pools(), self._clock.now_ms())
+
+    async def _known_queues(self) -> set[str]:
+        try:
+            return {name.decode() for name in await self._engine.call("SMEMBERS", self.keys.queues)}
+        except EngineReplyError as error:
+            if not is_wrong_type(error) or not await self.displace_wrong_keys():
+                raise
+            return set()
 
     async def settled(self) -> None:
         """Return when the batches under way are committed."""
@@ -105,11 +130,41 @@ class Partition:
         """Every task stream that this partition has dispatched to."""
         return [self.keys.base + name for name in sorted(self._queues)]
 
-    async def look_at_window(self) -> None:
-        await self.window.look(self._pools())
+    async def displace_wrong_keys(self, queues: Iterable[str] = ()) -> bool:
+        """Move away what stands in place of a key of this partition and is of another type; whether anything did.
+        `queues` are task queues beside those that it has dispatched to."""
+        names = self._queues.union(queues)
+        try:
+            displaced = await displace_wrong_keys(self._engine, self.keys, names, self._dead_letter_ttl_ms)
+            if self._queues and self.keys.queues in displaced:
+                await self._engine.call("SADD", self.keys.queues, *self._queues)
+        except EngineError as error:
+            _log.warning("keys not looked at", partition=self.number, error=str(error))
+            return False
+        for name in displaced:
+            _log.error("a key of another type was moved away, see the dead letters", key=name)
+            self._count("displaced_keys")
+        return bool(displaced)
 
-    async def handle(self, deliveries: Sequence[Delivery]) -> None:
-        """Decide on a batch and commit it. Returns when everything in it is acknowledged.
+    def use_secret(self, secret: bytes) -> None:
+        """Tokens are made and checked with it from now on."""
+        self._store.secret = self._door.secret = secret
+
+    async def put_back(self) -> None:
+        """What an engine that lost data does not have any more: the names of queues, and timers that are long overdue."""
+        if self._queues:
+            await self._engine.call("SADD", self.keys.queues, *self._queues)
+        long_ago_ms = self._clock.now_ms() - _TIMER_OVERDUE_MS
+        for session_id, (_, state, _) in list(self._sessions.items()):
+            if state.timer_ms is not None and state.timer_ms < long_ago_ms:
+                await self._engine.call("ZADD", self.keys.timers, "NX", state.timer_ms, session_id)
+
+    async def look_at_window(self) -> None:
+        await self.window.look(self._pools(), self._clock.now_ms())
+
+    async def handle(self, deliveries: Sequence[Delivery], *, given_up: str | None = None) -> None:
+        """Decide on a batch and commit it. Returns when everything in it is acknowledged. A message that was `given_up`
+        becomes a dead letter with this reason, and its turn is told.
 
         The engine may go away in between: the batch is decided again then, on what was stored.
         """
@@ -119,7 +174,7 @@ class Partition:
         self._batches += 1
         batch = self._batches
         try:
-            await self._handle(deliveries, previous, batch)
+            await self._handle(deliveries, previous, batch, given_up)
             if self.window.has_backlog:
                 await self._retrying(self.window.refill)
         finally:
@@ -127,7 +182,13 @@ class Partition:
             self.in_flight.difference_update((delivery.stream, delivery.entry_id) for delivery in deliveries)
             done.set_result(None)
 
-    async def _handle(self, deliveries: Sequence[Delivery], previous: asyncio.Future[None] | None, batch: int) -> None:
+    async def _handle(
+        self,
+        deliveries: Sequence[Delivery],
+        previous: asyncio.Future[None] | None,
+        batch: int,
+        given_up: str | None = None,
+    ) -> None:
         """The first round may be decided while the batch before is being committed; whatever must be decided again
         waits for that one, so that the order of arrival holds."""
         admitted = [(self._door.admit(delivery), delivery) for delivery in deliveries]
@@ -138,6 +199,8 @@ class Partition:
         turned_away = [item for item, _ in admitted if not isinstance(item, Arrived)]
         turned_away += [item.letter for item in arrived if item.letter is not None]
         known: set[str] = set()
+        if given_up is not None and arrived:
+            arrived = await self._isolate_messages(arrived, by_source, given_up, previous, batch)
         while arrived:
             try:
                 arrived = await self._commit(arrived, known, batch)
@@ -146,7 +209,9 @@ class Partition:
                 await self._engine.ready()
             except EngineReplyError as error:
                 self.forget()
-                if is_transient(error):
+                if is_wrong_type(error) and await self.displace_wrong_keys():
+                    pass  # it stood in the way of every message; what was not committed is tried again
+                elif is_transient(error):
                     # Memory, a read-only replica, a script that was killed: what was not committed is tried again.
                     _log.warning("commit refused by the engine", partition=self.number, error=str(error))
                     await asyncio.sleep(0.2)
@@ -208,7 +273,8 @@ class Partition:
                 await self._handle([by_source[item.source]], previous, batch)
             return []
         item = arrived[0]
-        await self._retrying(self._door.bury(by_source[item.source], f"session {item.session_id!r}: {reason}"))
+        why = f"session {item.session_id!r}: {reason}"
+        await self._retrying(self._door.bury(by_source[item.source], why, kind=ErrorKind.INTERNAL))
         instead = in_place_of(item.message, reason)
         return [] if instead is None else [item._replace(message=instead)]
 
@@ -295,7 +361,10 @@ class Partition:
                 resolved = await self._registry.resolve(self.keys, message.command)
                 if resolved.plan is not None:
                     self._plans[resolved.plan_id] = resolved.plan
-                items[position] = item._replace(message=Start(message.command, resolved.plan_id, resolved.problem))
+                problem = resolved.problem
+                if resolved.plan is not None:
+                    problem = await self._admission.refusal(message.command, resolved.plan.pool)
+                items[position] = item._replace(message=Start(message.command, resolved.plan_id, problem))
             if session_id in self._sessions:
                 await self._load_plans(self._sessions[session_id].state)
         return postponed
@@ -328,7 +397,14 @@ class Partition:
             state = decision.state
             decisions.append(decision)
         effects, live, new_turn = fold(decisions)
-        self._sessions[session_id] = Versioned(version + 1, state, self._store.writer)
+        changes = load_changes(before, state)
+        if changes:
+            effects += changes
+            self._admission.note(changes)
+        if state == BLANK:  # it has no record, so it has no version either
+            del self._sessions[session_id]
+        else:
+            self._sessions[session_id] = Versioned(version + 1, state, self._store.writer)
         return SessionCommit(
             session_id,
             version,
@@ -369,7 +445,7 @@ class Partition:
         turn = cached.state.turn if cached else None
         plan = self._plans.get(turn.plan_id) if turn else None
         if plan is not None:
-            self.window.completed(plan.pool)
+            self.window.completed(plan.pool, provider_of(plan.agent.model))
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
@@ -391,4 +467,6 @@ class Partition:
             except EngineReplyError as error:
                 if is_group_missing(error):
                     await create_groups(self._engine, [self.keys.inbox, self.keys.results], COORDINATOR_GROUP)
+                elif is_wrong_type(error):
+                    await self.displace_wrong_keys()
                 await asyncio.sleep(0.2)

@@ -10,12 +10,14 @@ For every partition it owns, the coordinator looks for
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 from turnmill.protocol.codec import TASK_CODEC, encode_body
 from turnmill.protocol.connection import Engine, pairs
+from turnmill.protocol.dead_letters import is_wrong_type
 from turnmill.protocol.errors import EngineReplyError
-from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, pool_of_queue
+from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, Keys, pool_of_queue
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import CallWaiting, ToolTask
 from turnmill.protocol.namespace import ServerClock
@@ -28,11 +30,14 @@ from turnmill.protocol.streams import (
     pending_ids,
 )
 
+from .directives import read_pause
 from .partition import Partition
 
 _log = get_logger(__name__)
 _TAKE_MAX = 200
 _CLAIM_MAX = 500
+_ALONE_FROM = 2
+"""Deliveries from which on an entry of a lost coordinator is handled alone."""
 _UNDELIVERED_MAX = 1000
 WAITING_AFTER_MS = 2000
 
@@ -42,22 +47,49 @@ def _in_order(entry_id: bytes) -> tuple[int, int]:
     return int(milliseconds), int(sequence)
 
 
+def _groups(pending: list[Any]) -> Iterator[tuple[list[bytes], int]]:
+    """Entries of a lost coordinator in their order: ids, and how often they were delivered. What several coordinators
+    were lost with may be why, so each of these goes alone, and is not counted for what others did."""
+    together: list[bytes] = []
+    for entry_id, _, _, deliveries in pending:
+        if deliveries < _ALONE_FROM:
+            together.append(entry_id)
+            continue
+        if together:
+            yield together, 1
+        together = []
+        yield [entry_id], deliveries
+    if together:
+        yield together, 1
+
+
 class Reclaimer:
     """The caretaker of one coordinator's partitions."""
 
-    def __init__(self, engine: Engine, consumer: str, liveness_seconds: float, clock: ServerClock) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        keys: Keys,
+        consumer: str,
+        liveness_seconds: float,
+        clock: ServerClock,
+        deliveries_max: int,
+    ) -> None:
+        """What `deliveries_max` coordinators were lost with, one after the other, is given up."""
         self._engine = engine
+        self._keys = keys
         self._consumer = consumer
         self._liveness_ms = int(liveness_seconds * 1000)
         self._clock = clock
+        self._deliveries_max = deliveries_max
         self._suspects: dict[str, set[bytes]] = {}
         self._announced: dict[tuple[str, bytes], bool] = {}
 
-    async def look(self, partition: Partition) -> None:
-        """One look at one partition."""
+    async def look(self, partition: Partition, *, tasks: bool = True) -> None:
+        """One look at one partition; without `tasks` only at what coordinators left."""
         await self.adopt(partition)
         await self._find_own(partition)
-        for stream in partition.task_streams:
+        for stream in partition.task_streams if tasks else []:
             try:
                 await self._find_lost(partition, stream)
                 if pool_of_queue(stream.removeprefix(partition.keys.base)) is None:
@@ -65,6 +97,8 @@ class Reclaimer:
             except EngineReplyError as error:
                 if is_group_missing(error):
                     await create_groups(self._engine, [stream], WORKER_GROUP)
+                elif is_wrong_type(error):
+                    await partition.displace_wrong_keys()
                 else:
                     _log.warning("stream not looked after", stream=stream, error=str(error))
 
@@ -84,13 +118,16 @@ class Reclaimer:
             pending = await self._engine.call("XPENDING", stream, COORDINATOR_GROUP, "-", "+", _CLAIM_MAX, consumer)
             if not pending:
                 return
-            ids = [entry[0] for entry in pending]
-            claimed = await self._engine.call("XCLAIM", stream, COORDINATOR_GROUP, self._consumer, 0, *ids)
-            found = {entry_id: pairs(fields) for entry_id, fields in claimed}
-            gone = [entry_id for entry_id in ids if entry_id not in found]
-            if gone:  # deleted while pending: nothing is left of them to handle
-                await self._engine.call("XACK", stream, COORDINATOR_GROUP, *gone)
-            await partition.handle([Delivery(stream, entry_id, fields) for entry_id, fields in found.items()])
+            for ids, deliveries in _groups(pending):
+                claimed = await self._engine.call("XCLAIM", stream, COORDINATOR_GROUP, self._consumer, 0, *ids)
+                found = {entry_id: pairs(fields) for entry_id, fields in claimed}
+                gone = [entry_id for entry_id in ids if entry_id not in found]
+                if gone:  # deleted while pending: nothing is left of them to handle
+                    await self._engine.call("XACK", stream, COORDINATOR_GROUP, *gone)
+                batch = [Delivery(stream, entry_id, fields) for entry_id, fields in found.items()]
+                is_poison = deliveries >= max(self._deliveries_max, _ALONE_FROM + 1)
+                reason = f"{deliveries} coordinators were lost while they had it (TURNMILL_MAX_ATTEMPTS)"
+                await partition.handle(batch, given_up=reason if is_poison else None)
 
     async def _find_own(self, partition: Partition) -> None:
         for stream in (partition.keys.inbox, partition.keys.results):
@@ -136,14 +173,18 @@ class Reclaimer:
         )
         entries = await self._engine.call("XRANGE", stream, b"(" + delivered, "+", "COUNT", _UNDELIVERED_MAX)
         now_ms = self._clock.now_ms()
-        for entry_id, fields in entries:
-            if now_ms - int(entry_id.split(b"-")[0]) < WAITING_AFTER_MS:
-                break
-            await self._announce(partition, stream, entry_id, fields, now_ms)
+        waiting = [entry for entry in entries if now_ms - int(entry[0].split(b"-")[0]) >= WAITING_AFTER_MS]
+        if waiting:
+            pause = await read_pause(self._engine, self._keys, stream.removeprefix(partition.keys.base))
+            paused = None if pause is None else pause.text
+            for entry_id, fields in waiting:
+                await self._announce(partition, stream, entry_id, fields, now_ms, paused)
         while len(self._announced) > 10 * _UNDELIVERED_MAX:
             del self._announced[next(iter(self._announced))]
 
-    async def _announce(self, partition: Partition, stream: str, entry_id: bytes, fields: Any, now_ms: int) -> None:
+    async def _announce(
+        self, partition: Partition, stream: str, entry_id: bytes, fields: Any, now_ms: int, paused: str | None
+    ) -> None:
         task = TASK_CODEC.decode_fields(pairs(fields))
         if not isinstance(task, ToolTask):
             return
@@ -151,7 +192,7 @@ class Reclaimer:
         if self._announced.get((stream, entry_id)) is expired:
             return
         self._announced[stream, entry_id] = expired
-        finding = task.answer(CallWaiting, expired=expired)
+        finding = task.answer(CallWaiting, expired=expired, paused=paused)
         await append_message(self._engine, partition.keys.results, finding.type, encode_body(finding))
 
     async def _consumers(self, stream: str, group: str) -> list[dict[str, Any]]:

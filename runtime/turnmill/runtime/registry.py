@@ -7,7 +7,7 @@ the first state refers to it; it is refreshed while it is used, so that it outli
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,10 @@ from turnmill.protocol.keys import Keys, PartitionKeys
 from turnmill.protocol.messages import StartTurn
 from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec, content_hash
 
+from .agent_versions import note_uses
+
 _FRESH_SECONDS = 2.0
+_REWRITE_SECONDS = 15.0
 _CACHE_MAX = 2000
 _MERGED = ("hooks", "approvals")
 _decode_agent = msgspec.json.Decoder(AgentSpec).decode
@@ -35,7 +38,9 @@ class Resolved(NamedTuple):
     problem: ErrorInfo | None
 
 
-async def publish(engine: Engine, keys: Keys, agents: Iterable[AgentSpec], tools: Iterable[ToolSpec]) -> dict[str, str]:
+async def publish(
+    engine: Engine, keys: Keys, agents: Collection[AgentSpec], tools: Iterable[ToolSpec]
+) -> dict[str, str]:
     """Write agents and tools to the registries; the version of each agent by its name.
 
     A tool that a worker has registered is left alone: the worker that runs it knows best.
@@ -45,7 +50,11 @@ async def publish(engine: Engine, keys: Keys, agents: Iterable[AgentSpec], tools
     for tool in tools:
         calls.append(engine.call("HSETNX", keys.tools, tool.name, msgspec.json.encode(tool)))
     for agent in agents:
-        version = versions[agent.name] = content_hash(agent)
+        versions[agent.name] = content_hash(agent)
+    uses = [f"{name}@{version}" for name, version in versions.items()]
+    await note_uses(engine, keys, uses, int(time.time() * 1000))
+    for agent in agents:
+        version = versions[agent.name]
         body = msgspec.json.encode(agent)
         calls.append(engine.call("HSET", keys.agents, agent.name, version, f"{agent.name}@{version}", body))
     for call in calls:
@@ -56,12 +65,14 @@ async def publish(engine: Engine, keys: Keys, agents: Iterable[AgentSpec], tools
 class Registry:
     """Resolves agents to plans for one coordinator."""
 
-    def __init__(self, engine: Engine, keys: Keys, plan_ttl_seconds: int) -> None:
+    def __init__(self, engine: Engine, keys: Keys, plan_ttl_seconds: int, agent_ttl_seconds: int = 86_400) -> None:
         self._engine = engine
         self._keys = keys
         self._plan_ttl_ms = plan_ttl_seconds * 1000
         self._resolved: dict[tuple[str, bytes], tuple[float, Resolved]] = {}
         self._written: dict[tuple[int, str], float] = {}
+        self._agent_ttl_seconds = agent_ttl_seconds
+        self._noted: dict[str, float] = {}
 
     async def resolve(self, partition: PartitionKeys, command: StartTurn) -> Resolved:
         """The plan of a command, written to its partition."""
@@ -99,10 +110,11 @@ class Registry:
             return
         body = msgspec.json.encode(plan)
         await self._engine.call("SET", partition.plan(plan_id), body, "PX", self._plan_ttl_ms)
-        self._written[partition.partition, plan_id] = time.monotonic() + self._plan_ttl_ms / 4000
+        # Not for long: an engine that lost its data is told again.
+        self._written[partition.partition, plan_id] = time.monotonic() + min(self._plan_ttl_ms / 4000, _REWRITE_SECONDS)
 
     async def _build(self, reference: str, overrides: Mapping[str, Any]) -> Resolved:
-        spec, problem = await self._agent(reference)
+        used, spec, problem = await self._agent(reference)
         if spec is None:
             return Resolved("", None, problem)
         try:
@@ -110,6 +122,7 @@ class Registry:
         except msgspec.ValidationError as error:
             return _refused(ErrorKind.BAD_REQUEST, f"the turn's options do not fit agent {spec.name!r}: {error}")
         own = {tool.name: tool for tool in spec.own_tools if tool.name in spec.tools}
+        await self._note_uses([used, *[tool.agent for tool in own.values() if tool.agent and "@" in tool.agent]])
         problem = _unusable_approvals(spec, overrides) or await self._unknown_agents(spec.name, own)
         if problem is not None:
             return Resolved("", None, problem)
@@ -153,7 +166,18 @@ class Registry:
         )
         return ErrorInfo(kind=ErrorKind.UNKNOWN_AGENT, message=text)
 
-    async def _agent(self, reference: str) -> tuple[AgentSpec | None, ErrorInfo | None]:
+    async def _note_uses(self, versions: Iterable[str]) -> None:
+        """Each is noted again when a quarter of the time has passed that it stays without being used."""
+        now = time.monotonic()
+        due = [version for version in versions if self._noted.get(version, 0.0) <= now]
+        if due:
+            await note_uses(self._engine, self._keys, due, int(time.time() * 1000))
+            if len(self._noted) >= _CACHE_MAX:
+                self._noted.clear()
+            self._noted.update(dict.fromkeys(due, now + self._agent_ttl_seconds / 4))
+
+    async def _agent(self, reference: str) -> tuple[str, AgentSpec | None, ErrorInfo | None]:
+        """The version that a reference means, with its definition."""
         name, _, version = reference.partition("@")
         if not version:
             published = await self._engine.call("HGET", self._keys.agents, name)
@@ -164,8 +188,8 @@ class Registry:
                 f"no agent {reference!r} is published in the namespace {self._keys.prefix!r}. "
                 "Start `turnmill worker tools APP` with the app that defines it, or pass the agent itself"
             )
-            return None, ErrorInfo(kind=ErrorKind.UNKNOWN_AGENT, message=text)
-        return _decode_agent(body), None
+            return "", None, ErrorInfo(kind=ErrorKind.UNKNOWN_AGENT, message=text)
+        return f"{name}@{version}", _decode_agent(body), None
 
 
 def _merged(spec: AgentSpec, overrides: Mapping[str, Any]) -> AgentSpec:

@@ -25,8 +25,9 @@ from .draft import Draft
 from .endings import end_if_stopped, fail_turn, plan_lost, settle_stopped
 from .flow import advance_turn, reply_arrived
 from .hook_calls import hook_answered, hook_lost, hook_waiting, is_for_hook
+from .model_failures import model_failed
 from .state import CallState, CallStatus, TurnPhase, TurnState
-from .steps import end_compaction, keep_partial, model_failed, retry_model
+from .steps import end_compaction, keep_partial, retry_model
 
 _WITH_CALLS = (TurnPhase.TOOLS, TurnPhase.SUSPENDED, TurnPhase.ABORTING)
 
@@ -205,7 +206,7 @@ def call_waiting(draft: Draft, waiting: CallWaiting) -> None:
         return plan_lost(draft, turn)
     spec = plan.tools[call.tool_call.name]
     if waiting.expired:
-        end_call(draft, turn, call, pairing.not_started(call.tool_call, spec.start_timeout_seconds))
+        end_call(draft, turn, call, pairing.not_started(call.tool_call, spec.start_timeout_seconds, waiting.paused))
         return advance_turn(draft, turn)
     if call.waiting_announced:
         return draft.discard("stale_finding")
@@ -217,6 +218,7 @@ def call_waiting(draft: Draft, waiting: CallWaiting) -> None:
             tool_call_id=call.tool_call.id,
             name=call.tool_call.name,
             queue=spec.queue,
+            paused=waiting.paused,
         )
     )
     return None

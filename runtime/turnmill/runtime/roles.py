@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnmill.protocol.connection import Engine
-from turnmill.protocol.errors import ConfigurationError, EngineError
+from turnmill.protocol.errors import ConfigurationError, EngineError, EngineReplyError
 from turnmill.protocol.keys import Keys
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.namespace import open_namespace
@@ -98,16 +98,28 @@ async def run_tool_worker(settings: Settings, target: str, queues: list[str], co
     if not app.tools and not app.agents and not app.hooks:
         raise ConfigurationError(f"{target} defines no tool: decorate functions with @tool")
     async with open_engine(settings) as (engine, keys):
-        await publish_app(engine, keys, app)
+        is_publisher = await _may_publish(engine, keys, app)
         worker = ToolWorker(
             engine, keys, settings, app.tools, hooks=app.hooks, queues=queues or None, concurrency=concurrency
         )
-        keeping = asyncio.create_task(_keep_published(engine, keys, app, worker))
+        keeping = asyncio.create_task(_keep_published(engine, keys, app, worker) if is_publisher else asyncio.sleep(0))
         try:
             await _serve(worker, settings)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def _may_publish(engine: Engine, keys: Keys, app: App) -> bool:
+    """Publish the app, where the access list of the engine's user lets it."""
+    try:
+        await publish_app(engine, keys, app)
+        return True
+    except EngineReplyError as error:
+        if not str(error).startswith("NOPERM"):
+            raise
+        _log.info("agents and tools are left to others to publish: the engine's user may not", error=str(error))
+        return False
 
 
 async def _keep_published(engine: Engine, keys: Keys, app: App, worker: ToolWorker) -> None:

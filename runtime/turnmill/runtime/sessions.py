@@ -15,7 +15,7 @@ import msgspec
 from ulid import ULID
 
 from turnmill.protocol.blob_refs import refs_of, with_keys
-from turnmill.protocol.blobs import BLOB_LIFETIME_MS, resolve_messages
+from turnmill.protocol.blobs import resolve_messages
 from turnmill.protocol.codec import decode_message, encode_body
 from turnmill.protocol.connection import Argument
 from turnmill.protocol.content import Message
@@ -27,6 +27,7 @@ from turnmill.protocol.streams import FORK_SESSION
 
 from .definitions import Agent, TurnOptions
 from .inspection import TurnRecord, read_record, turns_of_session
+from .removals import finish_removals
 from .state import SessionState, encode_state
 from .transcripts import REWIND, current_entries, cut_length, ranges_of, without_rewind
 
@@ -132,9 +133,12 @@ class Session:
         )
 
     async def delete(self) -> None:
-        """Remove the session with everything that belongs to it; a live turn is stopped first."""
+        """Remove the session with everything that belongs to it; a live turn is stopped first, and can be asked about
+        for a minute more. Returns when all is gone, but for sub-turns that have not stopped yet: they follow. Where the
+        caller goes away before, the coordinator goes on."""
         request_id = str(ULID()).lower()
         await self._client.request(DeleteSession(session_id=self.id, request_id=request_id), request_id)
+        await finish_removals(self._client.engine, self._keys, self.id)
 
     async def _entries(self, first: int = 0, end: int | None = None) -> list[Message]:
         """Entries of the transcript as they are stored, a page at a time: a reply holds up all others behind it."""
@@ -162,7 +166,7 @@ class Session:
         made = []
         for name, copy in copies.items():
             made.append(engine.call("COPY", base + name, base + copy))
-            engine.call("PEXPIRE", base + copy, BLOB_LIFETIME_MS)
+            engine.call("PEXPIRE", base + copy, self._client.settings.blob_ttl * 1000)
         done = await asyncio.gather(*made)
         return {name: copy for (name, copy), ok in zip(copies.items(), done, strict=True) if ok}
 
@@ -172,10 +176,10 @@ class Session:
         here, there = self._keys, target._keys
         keys = [
             here.transcript(self.id), here.values(self.id), there.session(target.id), there.transcript(target.id),
-            there.values(target.id), there.blobs(target.id), *[there.base + name for name in blobs],
+            there.values(target.id), there.blobs(target.id), there.timers, *[there.base + name for name in blobs],
         ]  # fmt: skip
         length = sum(end - first for first, end in ranges)
-        arguments: list[Argument] = [encode_state(SessionState(length=length)), FORK_WRITER, len(ranges)]
+        arguments: list[Argument] = [target.id, encode_state(SessionState(length=length)), FORK_WRITER, len(ranges)]
         for first, end in ranges:
             arguments += (first, end)
         arguments.append(len(changed))

@@ -183,6 +183,8 @@ class TurnState(msgspec.Struct, array_like=True):
     """What the next step tells the model about its last calls."""
     is_final: bool = False
     """The step's reply asked for no call."""
+    first_model: int = 0
+    """The first of the agent's models that the step may still ask: those before it have refused."""
 
 
 class QueuedTurn(msgspec.Struct, array_like=True):
@@ -191,6 +193,8 @@ class QueuedTurn(msgspec.Struct, array_like=True):
     command: StartTurn
     plan_id: str
     steering: list[Steering] = []
+    steered: list[str] = []
+    """The ids of steering that came, also of what was taken back."""
 
 
 class SessionState(msgspec.Struct, array_like=True):
@@ -209,6 +213,8 @@ class SessionState(msgspec.Struct, array_like=True):
     """The size of the conversation as the last model call told it."""
     deletions: list[str] = []
     """Who waits for the session to be deleted."""
+    idle_since_ms: int = 0
+    """The end of the last turn; 0 while one is live, or where nobody noted it."""
 
     @property
     def plan_ids(self) -> set[str]:
@@ -232,6 +238,8 @@ def copy_state(state: SessionState) -> SessionState:
     return replace(state, turn=turn, queue=list(state.queue))
 
 
+BLANK = SessionState()
+"""A session that does not exist."""
 encode_state = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(SessionState).decode
 

@@ -17,7 +17,6 @@ from turnmill.protocol.events import (
     SteeringApplied,
     SteeringQueued,
     StepReset,
-    StepRetrying,
     StepStarted,
     TextDelta,
     ToolCallDelta,
@@ -25,17 +24,16 @@ from turnmill.protocol.events import (
     TurnStarted,
 )
 from turnmill.protocol.messages import Answer, ModelReply, ModelTask, Segment, StartTurn
-from turnmill.protocol.specs import AgentSpec, Plan
+from turnmill.protocol.specs import AgentSpec, Plan, provider_of
 
 from . import pairing
 from .calls import GRACE_SECONDS
 from .draft import Draft
 from .effects import DispatchModel, Replace
-from .endings import fail_turn, suspend_turn
+from .endings import fail_turn
 from .state import QueuedTurn, SessionState, Stage, TurnPhase, TurnState
 from .transcripts import rewinding, rewound_view
 
-RATE_LIMIT_WAITS_MAX = 50
 COMPACTIONS_MAX = 2
 """How often one step may shorten the conversation: trimmed, then summarized."""
 
@@ -67,7 +65,7 @@ def begin_turn(draft: Draft, queued: QueuedTurn, *, was_queued: bool = False) ->
         parent=command.parent,
         deadline_ms=command.deadline_ms,
         steering=queued.steering,
-        steered=[item.steering_id for item in queued.steering],
+        steered=list(dict.fromkeys([*queued.steered, *(item.steering_id for item in queued.steering)])),
     )
     state.turn = turn
     plan = draft.plan_of(turn)
@@ -130,6 +128,7 @@ def start_step(draft: Draft, turn: TurnState) -> None:
     turn.failures = turn.losses = turn.waits = turn.compactions = 0
     turn.calls, turn.injected = [], []
     turn.is_final = False
+    turn.first_model = 0
     draft.publish(StepStarted(step_number=turn.step))
     if turn.warning:
         note = Message(role="user", content=turn.warning, turn_id=turn.turn_id, metadata={"turnmill": "loop_guard"})
@@ -173,9 +172,11 @@ def dispatch_model(draft: Draft, turn: TurnState, *, compact: bool = False) -> N
         inject_at=turn.inject_at if turn.injected else 0,
         compact=compact,
         overflow=turn.overflow is not None,
+        first_model=turn.first_model,
+        tenant=turn.tenant,
     )
     draft.live = "" if compact else f"{turn.turn_id}/{call}/{turn.attempt}"
-    draft.effects.append(DispatchModel(task, plan.pool, turn.tenant, turn.priority))
+    draft.effects.append(DispatchModel(task, plan.pool, turn.tenant, turn.priority, provider_of(plan.agent.model)))
 
 
 def retry_model(draft: Draft, turn: TurnState) -> None:
@@ -185,52 +186,6 @@ def retry_model(draft: Draft, turn: TurnState) -> None:
         return dispatch_model(draft, turn, compact=True)
     draft.publish(StepReset(step_number=turn.step, attempt=turn.attempt))
     return dispatch_model(draft, turn)
-
-
-def model_failed(draft: Draft, turn: TurnState, error: ErrorInfo, reply: ModelReply | None = None) -> None:
-    """Wait for the next attempt, or fail the turn. A rate limit is a wait and costs no attempt."""
-    if reply is not None:
-        note_attempt(turn, reply, error.kind)
-    agent = draft.plan(turn).agent
-    if agent.mode == "single_exchange":
-        return _exchange_failed(draft, turn, error)
-    if error.kind == ErrorKind.CONTEXT_OVERFLOW and turn.compactions < COMPACTIONS_MAX:
-        return start_compaction(draft, turn, "overflow", error)
-    policy = agent.retry
-    limited = error.kind == ErrorKind.RATE_LIMITED and error.retryable and turn.waits < RATE_LIMIT_WAITS_MAX
-    if limited:
-        turn.waits += 1
-    else:
-        turn.failures += 1
-    if not error.retryable or turn.failures >= policy.max_attempts:
-        return fail_turn(draft, turn, error)
-    delay_ms = draft.backoff_ms(policy, max(1, turn.waits if limited else turn.failures))
-    if error.retry_after_seconds is not None:
-        delay_ms = max(delay_ms, int(error.retry_after_seconds * 1000))
-    turn.phase = TurnPhase.BACKOFF
-    turn.due_ms = draft.now_ms + delay_ms
-    draft.live = ""
-    draft.publish(
-        StepRetrying(
-            step_number=turn.step,
-            attempt=turn.attempt + 1,
-            max_attempts=policy.max_attempts,
-            delay=delay_ms / 1000,
-            error=error.message,
-            usage=reply.usage if reply is not None else None,
-            cost=reply.cost if reply is not None else None,
-        )
-    )
-    return None
-
-
-def _exchange_failed(draft: Draft, turn: TurnState, error: ErrorInfo) -> None:
-    """One command, one provider call. Behind a host's results the turn rests as before, and `resume` repeats the call."""
-    if not turn.answered:
-        return fail_turn(draft, turn, error)
-    turn.failed_exchange = error
-    draft.live = ""
-    return suspend_turn(draft, turn, error)
 
 
 def note_attempt(turn: TurnState, reply: ModelReply, outcome: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
@@ -12,7 +13,7 @@ from ulid import ULID
 from turnmill.protocol.codec import Unreadable, event_from_wire
 from turnmill.protocol.connection import pairs
 from turnmill.protocol.content import Message, ToolResult
-from turnmill.protocol.errors import CommandRefusedError, TurnLostError
+from turnmill.protocol.errors import CommandRefusedError
 from turnmill.protocol.events import (
     ENDED_STATUSES,
     EVENTS,
@@ -40,13 +41,13 @@ from turnmill.protocol.messages import (
     ResumeTurn,
     SteerTurn,
 )
-from turnmill.protocol.streams import ChannelEvent
+from turnmill.protocol.streams import ChannelEvent, read_through
 
-from .channel import TERMINAL_KINDS, ChannelExpiredError
+from .channel import TERMINAL_KINDS, ChannelExpiredError, ChannelGoneError
 from .definitions import Agent, TurnOptions
 from .results import SeenStep, TurnResult, build_result, results_of, step_result, unpack_message
 from .sub_turns import SubTurnEvent, with_sub_turns
-from .turn_end import event_of_record, result_or_error
+from .turn_end import event_of_record, is_live, lost_turn, result_or_error, told_status, unknown_turn
 
 if TYPE_CHECKING:
     from .client import Client
@@ -68,6 +69,7 @@ _NOTED = frozenset(
     )
 )
 """What changes something that the handle knows of its turn."""
+_AGAIN_SECONDS = 0.2
 EVENT_TYPES = frozenset(kind.type for kind in EVENTS)
 
 
@@ -339,51 +341,74 @@ class Turn:
         if skip and (await self._record()).get(b"status") in _AT_REST:
             return
         existing = not self.is_new
-        if existing and not await self._client.engine.call("EXISTS", self._keys.events(self.id)):
+        if existing and not await self._ask("EXISTS", self._keys.events(self.id)):
             record = await self._record()
-            if record.get(b"status") in _ENDED:
+            if record.get(b"status") not in _ENDED:
+                existing = False
+            elif not await self._ask("EXISTS", self._keys.events(self.id)):  # else it has just ended
                 yield [await self._gap(record)]
                 return
-            existing = False
+        looks = seen = 0
         try:
-            looks = 0
             async for piece in self._client.channels.follow(self._keys.events(self.id), after, existing=existing):
                 if piece:
+                    seen = piece[-1].number
                     yield piece
                     continue
                 # On a new turn the first look is before anything could have happened.
                 looks += 1
                 if (looks > 1 or after > 0) and await self._ended():
-                    last = await self._client.engine.call("XREVRANGE", self._keys.events(self.id), "+", "-", "COUNT", 1)
-                    if not last:  # the channel has come and gone
+                    last = await self._ask("XREVRANGE", self._keys.events(self.id), "+", "-", "COUNT", 1)
+                    number = int(last[0][0][2:]) if last else 0
+                    if number <= seen or number < after:
+                        # The channel has come and gone, or the engine has come back with less of it than was seen.
                         yield [await self._gap(await self._record())]
                         return
-                    if int(last[0][0][2:]) <= after:
+                    if number == after:
                         return
-        except ChannelExpiredError:
-            yield [await self._gap(await self._record())]
+        except ChannelExpiredError as error:
+            record = await self._record()
+            begins = isinstance(error, ChannelGoneError) and (
+                record.get(b"status", b"queued") == b"queued" or await self._ask("EXISTS", self._keys.events(self.id))
+            )
+            if not begins:
+                yield [await self._gap(record)]
+                return
+            # A failover took its beginning back: it begins again.
+            await asyncio.sleep(_AGAIN_SECONDS)
+            async for piece in self._raw_events(max(after, seen)):
+                yield piece
 
     async def _ended(self) -> bool:
+        """Raises `TurnLostError` where the record says that the turn is live, and its session knows nothing of it."""
         record = await self._record()
+        if not record or record.get(b"status") in _ENDED:
+            return bool(record)
+        if not is_live(await self._ask("HGET", self._keys.session(await self._session()), "s"), self.id):
+            record = await self._record()  # it may have ended between the two looks
+            if record.get(b"status") not in _ENDED:
+                raise lost_turn(self.id, f"{told_status(record)}, its session does not have it")
         return record.get(b"status") in _ENDED
+
+    def _ask(self, *arguments: Any) -> Coroutine[Any, Any, Any]:
+        return read_through(self._client.engine, *arguments)
 
     async def _record(self) -> dict[bytes, bytes]:
         """The turn's record; empty while its command waits in the inbox."""
-        record = pairs(await self._client.engine.call("HGETALL", self._keys.turn(self.id)))
+        record = pairs(await self._ask("HGETALL", self._keys.turn(self.id)))
         if not record:
             session_id = await self._client.submitted_session(self.id)
             if session_id is not None:
                 self.session_id = session_id
                 return record
             # It may have been accepted between the two looks.
-            record = pairs(await self._client.engine.call("HGETALL", self._keys.turn(self.id)))
+            record = pairs(await self._ask("HGETALL", self._keys.turn(self.id)))
+        if not record and self.session_id is not None:
+            raise lost_turn(self.id, "it was there, and nothing is known of it any more")
         if not record:
-            raise TurnLostError(
-                f"nothing is known of turn {self.id}: it expired (TURNMILL_RECORD_TTL), or was never accepted in the "
-                f"namespace {self._client.keys.prefix!r}",
-                turn_id=self.id,
-                error_type="unknown_turn",
-            )
+            raise unknown_turn(self.id, self._client.keys.prefix)
+        if not record.keys() >= {b"session", b"agent"}:
+            raise lost_turn(self.id, "its record was lost and written in part since")
         self.session_id = record[b"session"].decode()
         if self.agent is None:
             self.agent = record[b"agent"].decode()
@@ -395,12 +420,7 @@ class Turn:
         event = event_of_record(record)
         if event is not None:
             return ChannelEvent(number, event.type.encode(), 0, msgspec.json.encode(event))
-        raise TurnLostError(
-            f"the channel of turn {self.id} is gone and its record says {record.get(b'status', b'?').decode()!r}: "
-            "the engine lost data",
-            turn_id=self.id,
-            error_type="state_lost",
-        )
+        raise lost_turn(self.id, f"{told_status(record)}, its channel is gone")
 
     async def _conclude_from_record(self) -> TurnResult:
         raw = await self._gap(await self._record())
@@ -413,7 +433,14 @@ class Turn:
         summary = event.result
         result = None
         if summary is not None:
-            messages = await self._client.transcript(summary.session_id, summary.first_message, summary.end_message)
+            place = summary.session_id, summary.first_message, summary.end_message
+            messages, wanted = await self._client.transcript(*place), summary.end_message - summary.first_message
+            if len(messages) < wanted and not isinstance(event, TurnFailed):
+                if not await self._ended():
+                    return await self.result()  # a failover took this end back: it comes again
+                messages = await self._client.transcript(*place)  # it may have come between the two looks
+                if len(messages) < wanted:
+                    raise lost_turn(self.id, "messages of it are gone, deleted with its session or lost")
             result = build_result(summary, messages, self._output_type)
         return result_or_error(self.id, event, result)
 

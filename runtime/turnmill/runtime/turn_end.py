@@ -8,10 +8,11 @@ from typing import TypeAlias
 import msgspec
 
 from turnmill.protocol.content import ErrorInfo
-from turnmill.protocol.errors import TurnAbortedError, TurnFailedError
+from turnmill.protocol.errors import ErrorKind, TurnAbortedError, TurnFailedError, TurnLostError
 from turnmill.protocol.events import TurnFailed, TurnFinished, TurnSummary, TurnSuspended
 
 from .results import TurnResult
+from .state import SessionState, decode_state
 
 LastEvent: TypeAlias = TurnFinished | TurnFailed | TurnSuspended
 _decode_summary = msgspec.json.Decoder(TurnSummary).decode
@@ -26,7 +27,34 @@ def event_of_record(record: Mapping[bytes, bytes]) -> LastEvent | None:
         return None
     error = _decode_error(record[b"error"])
     aborted = record.get(b"status") == b"aborted"
-    return TurnFailed(error=error.message, error_type=error.kind, aborted=aborted, pending=error.pending)
+    return TurnFailed(
+        error=error.message,
+        error_type=error.kind,
+        aborted=aborted,
+        pending=error.pending,
+        retry_after_seconds=error.retry_after_seconds,
+    )
+
+
+def is_live(session: bytes | None, turn_id: str) -> bool:
+    """Whether a session's stored state has the turn, running or waiting for its place."""
+    state = decode_state(session) if session else SessionState()
+    running = state.turn is not None and state.turn.turn_id == turn_id
+    return running or any(queued.command.turn_id == turn_id for queued in state.queue)
+
+
+def lost_turn(turn_id: str, what: str) -> TurnLostError:
+    """The engine does not have (any more) what belongs to a turn that it once had."""
+    return TurnLostError(f"turn {turn_id} is lost: {what}", turn_id=turn_id, error_type=ErrorKind.STATE_LOST)
+
+
+def unknown_turn(turn_id: str, namespace: str) -> TurnLostError:
+    text = f"nothing is known of turn {turn_id}: it expired (TURNMILL_RECORD_TTL), or was never accepted in the namespace {namespace!r}"
+    return TurnLostError(text, turn_id=turn_id, error_type="unknown_turn")
+
+
+def told_status(record: Mapping[bytes, bytes]) -> str:
+    return f"its record says {record.get(b'status', b'?').decode()!r}"
 
 
 def _event_of(summary: TurnSummary) -> LastEvent:
@@ -56,6 +84,7 @@ def result_or_error(turn_id: str, event: LastEvent, result: TurnResult | None) -
             termination=event.termination,
             result=result,
             pending=tuple(event.pending),
+            retry_after_seconds=event.retry_after_seconds,
         )
     assert result is not None
     if isinstance(event, TurnSuspended) and event.error is not None:

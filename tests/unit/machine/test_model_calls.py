@@ -12,8 +12,9 @@ from turnmill.protocol.events import StepReset, StepRetrying, TextDelta
 from turnmill.protocol.messages import DeliveryLost, TimerFired
 from turnmill.protocol.specs import AgentSpec, RetryPolicy, ToolSpec
 from turnmill.runtime.machine import Limits
+from turnmill.runtime.model_failures import RATE_LIMIT_WAITS_MAX
 from turnmill.runtime.pairing import with_unique_calls
-from turnmill.runtime.steps import GRACE_SECONDS, RATE_LIMIT_WAITS_MAX
+from turnmill.runtime.steps import GRACE_SECONDS
 
 POLICY = RetryPolicy(max_attempts=3, initial_delay_seconds=1.0, max_delay_seconds=5.0, backoff=3.0)
 RETRYING = AgentSpec(name="agent", model="scripted:x", retry=POLICY)

@@ -39,6 +39,7 @@ def test_a_start_opens_the_channel_and_hands_out_the_first_model_call() -> None:
         step_number=1,
         messages=1,
         metadata={"user": 7},
+        tenant="acme",
         deadline_ms=1_000_000 + int(AGENT.model_timeout_seconds * 1000),
     )
     assert session.live == f"{turn_id}/1/1"

@@ -50,7 +50,7 @@ def test_a_call_of_an_agent_starts_a_turn_on_a_session_below() -> None:
     assert child.deadline_ms == session.now_ms + 100_000
     started = session.events(None, "sub_turn.started")[0]
     assert (started.turn_id, started.session_id, started.agent_id) == (child.turn_id, child.session_id, "expert")
-    assert f"transcript:{child.session_id}" in session.kept
+    assert f"session:{child.session_id}" in session.kept
     again = at_calls("expert", **fields)
     assert again.children == session.children
 

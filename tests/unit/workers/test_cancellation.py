@@ -17,8 +17,10 @@ from turnmill.protocol.content import ErrorInfo, ToolResult
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.messages import ToolReply, ToolTask
 from turnmill.workers import consumer as consumer_module
+from turnmill.workers import held as held_module
 from turnmill.workers.cancellation import Cancellations
-from turnmill.workers.consumer import Consumer, aborted_error
+from turnmill.workers.consumer import Consumer
+from turnmill.workers.held import aborted_error
 
 
 class Recorder:
@@ -166,7 +168,7 @@ async def test_what_was_stopped_while_the_connection_was_lost_is_looked_up_at_on
 async def test_a_handler_that_does_not_heed_is_answered_for(
     bench: WorkerBench, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_module, "STOP_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(held_module, "STOP_GRACE_SECONDS", 0.05)
     recorder.heeds = False
     consumer = consumer_of(bench, recorder)
     async with bench.running(consumer):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineError
 from turnmill.protocol.keys import Keys, PartitionKeys
-from turnmill.protocol.subscription import Subscription
+from turnmill.protocol.subscription import subscription
 
 _REMEMBERED_TURNS_MAX = 4096
 _AGAIN_SECONDS = 0.2
@@ -41,7 +41,7 @@ class Cancellations:
         self._stopped: dict[str, str] = {}
         self._since_ms: int | None = None
         self._timing: asyncio.Task[None] | None = None
-        self._subscription = Subscription(engine, on_open=self._on_open, on_push=self._on_push, on_lost=self._on_lost)
+        self._subscription = subscription(engine, on_open=self._on_open, on_push=self._on_push, on_lost=self._on_lost)
 
     def attach(self, listener: Listener) -> None:
         """Tell this listener too; the first one opens the connection."""
@@ -97,11 +97,12 @@ class Cancellations:
         """The engine's own clock, asked when all channels are confirmed: later than the subscriptions, for certain."""
         while True:
             try:
-                seconds, microseconds = await self._engine.call("TIME")
+                times = await self._engine.call_each("TIME")
                 break
             except EngineError:
                 await asyncio.sleep(_AGAIN_SECONDS)
-        self._since_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        # Entries are stamped by the node that holds them: the clock that is ahead of the others decides.
+        self._since_ms = max(int(seconds) * 1000 + int(microseconds) // 1000 for seconds, microseconds in times)
         for listener in self._listeners:
             listener.cancellations_missed()
 

@@ -15,15 +15,25 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
 
-from turnmill.protocol.abort_signal import AbortSignal
-from turnmill.protocol.codec import BODY_FIELD, TASK_CODEC, TYPE_FIELD, Unreadable, WireFormat, encode_body, unreadable
+from turnmill.protocol.acknowledgement import Acknowledgement
+from turnmill.protocol.codec import (
+    BODY_FIELD,
+    TASK_CODEC,
+    TYPE_FIELD,
+    Unreadable,
+    WireFormat,
+    encode_body,
+    unreadable,
+    unreadable_report,
+)
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.directives import Directives
 from turnmill.protocol.errors import (
     EngineError,
     EngineReplyError,
@@ -34,14 +44,13 @@ from turnmill.protocol.errors import (
 )
 from turnmill.protocol.keys import WORKER_GROUP, Keys
 from turnmill.protocol.logs import get_logger
-from turnmill.protocol.messages import Body, ModelReply, ModelTask, Task, ToolReply, UnreadableTask
+from turnmill.protocol.messages import Body
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.processes import new_process_id
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.streams import (
     Completer,
     Delivery,
-    GroupReader,
     acknowledge,
     create_groups,
     is_transient,
@@ -50,79 +59,16 @@ from turnmill.protocol.streams import (
 )
 
 from .cancellation import Cancellations, stop_reasons
-from .liveness import Liveness
+from .cluster_liveness import liveness
+from .held import Handler, Held, aborted_error, failure_of
+from .partition_reads import PartitionReads
+from .shared_reads import SharedReads
 
 _log = get_logger(__name__)
-_READ_COUNT_MAX = 32
 _HAND_BACK_IDLE_MS = 3_600_000
 _AGAIN_SECONDS = 0.1
 """An engine that is reachable and refuses (memory, loading) is not asked again at full speed."""
 _LIVENESS_POLL_SECONDS = 0.01
-STOP_GRACE_SECONDS = 2.0
-"""How long a handler may take to give its reply once its turn was stopped."""
-
-
-class Held:
-    """A task that this worker holds."""
-
-    __slots__ = (
-        "abandoned",
-        "cancelled",
-        "delivery",
-        "overdue",
-        "partition",
-        "settled",
-        "stopped",
-        "task",
-        "turn_id",
-        "waiter",
-    )
-
-    def __init__(self, delivery: Delivery, partition: int, task: Any) -> None:
-        self.delivery = delivery
-        self.partition = partition
-        self.task = task
-        self.turn_id: str = getattr(task, "turn_id", "")
-        self.cancelled = AbortSignal()
-        self.waiter: asyncio.Task[None] | None = None
-        self.stopped = self.settled = self.overdue = False
-        self.abandoned = False
-
-    def abandon(self) -> None:
-        """It was taken away, or the worker must leave: nobody takes its reply."""
-        if not self.abandoned:
-            self.abandoned = True
-            if self.waiter is not None:
-                self.waiter.cancel()
-
-    def stop(self, reason: str) -> None:
-        """Its turn was stopped: the handler is told, and answered for when its grace is over."""
-        if not self.stopped:
-            self.stopped = True
-            self.cancelled.set(reason or "the turn was stopped")
-            asyncio.get_running_loop().call_later(STOP_GRACE_SECONDS, self._expire)
-
-    def _expire(self) -> None:
-        if not self.settled and self.waiter is not None:
-            self.overdue = True
-            self.waiter.cancel()
-
-
-Handler = Callable[[Any, int, AbortSignal], Awaitable[Body]]
-"""Runs one task of a partition and gives its result, soon once the signal is set: what it has, with an error of kind
-`aborted`. Raises `Superseded` where nobody wants it any more. The signal is the task's own; a handler may set it too."""
-
-
-def failure_of(task: Task, error: ErrorInfo) -> ModelReply | ToolReply:
-    """The result of a task that could not be run at all."""
-    if isinstance(task, ModelTask):
-        return task.answer(ModelReply, error=error)
-    return task.answer(ToolReply, error=error)
-
-
-def aborted_error(cancelled: AbortSignal) -> ErrorInfo:
-    """What the reply to a task of a stopped turn says."""
-    return ErrorInfo(kind=ErrorKind.ABORTED, message=cancelled.reason or "the turn was stopped")
 
 
 class Consumer:
@@ -145,7 +91,7 @@ class Consumer:
     ) -> None:
         """`queues` are stream names behind the partition, such as `tool:default`; `takes` is the kind of their tasks.
         Consumers of one process may share their `cancellations`, and with it a connection."""
-        self.worker_id = new_process_id(role)
+        self.worker_id = new_process_id(role, engine.url)
         self._engine = engine
         self._keys = keys
         self._settings = settings
@@ -154,13 +100,13 @@ class Consumer:
         self._handler = handler
         self._wire: WireFormat = wire
         self._streams = {keys_.base + queue: keys_.partition for queue in queues for keys_ in keys.partitions}
-        self._order = list(self._streams)
+        self._queues = list(queues)
         self._held: dict[tuple[str, bytes], Held] = {}
         self._suspects: set[tuple[str, bytes]] = set()
         self._slot_free = asyncio.Event()
         self._stop = asyncio.Event()
-        self._reader = GroupReader(engine, WORKER_GROUP, self.worker_id)
-        self._completer = Completer(engine)
+        self._completer = Completer(engine, Acknowledgement.of(settings))
+        self._directives = Directives(engine, keys, self.worker_id, list(queues), self._directed)
         self._cancellations = cancellations or Cancellations(engine, keys)
         self._looking: asyncio.Task[None] | None = None
         self.clock = ServerClock(engine)
@@ -175,30 +121,41 @@ class Consumer:
             "started_at": time.time(),
             **(details or {}),
         }
-        self._liveness = Liveness(
-            engine.url,
+        self._liveness = liveness(
+            engine,
             [keys_.alive(self.worker_id) for keys_ in keys.partitions],
             settings.liveness_seconds,
             settings.heartbeat_seconds,
             (keys.workers, self.worker_id, self._describe),
         )
-        # A read must end before the liveness time, so that a frozen reader cannot swallow what others already retry.
-        self._block_ms = max(50, min(1000, int(settings.liveness_seconds * 1000 / 3)))
+        self._reads = self._make_reads(settings)
         self.counters: dict[str, int] = {}
+
+    def _make_reads(self, settings: Settings) -> SharedReads | PartitionReads:
+        engine, keys, queues, free = self._engine, self._keys, self._queues, self._slot_free
+        # A read must end before the liveness time, so that a frozen reader cannot swallow what others already retry.
+        block_ms = max(50, min(1000, int(settings.liveness_seconds * 1000 / 3)))
+        if engine.is_cluster:
+            now_ms = self.clock.now_ms
+            return PartitionReads(engine, keys, settings, self, queues, self._concurrency, block_ms, free, now_ms)
+        return SharedReads(engine, keys, self, queues, block_ms, free, Acknowledgement.of(settings))
 
     def stop(self) -> None:
         """Drain: read nothing more, finish what is held, hand back the rest."""
         self._stop.set()
-        self._slot_free.set()
+        self._reads.stop()
 
     async def run(self) -> None:
         """Until `stop`."""
-        await create_groups(self._engine, self._order, WORKER_GROUP)
+        await create_groups(self._engine, self._streams, WORKER_GROUP)
         await self.clock.synchronize()
         await asyncio.to_thread(self._liveness.start)
+        with contextlib.suppress(EngineError):
+            await self._directives.look()
         self._cancellations.attach(self)
+        directed: asyncio.Task[object] = asyncio.create_task(self._directives.follow())
         beating: asyncio.Task[object] = asyncio.create_task(self._beat())
-        reading: asyncio.Task[object] = asyncio.create_task(self._read())
+        reading: asyncio.Task[object] = asyncio.create_task(self._reads.run())
         stopping: asyncio.Task[object] = asyncio.create_task(self._stop.wait())
         _log.info("worker started", worker=self.worker_id, queues=self._description["queues"], slots=self._concurrency)
         try:
@@ -206,48 +163,53 @@ class Consumer:
             for task in done:
                 task.result()
         finally:
-            self._stop.set()
-            await self._reader.interrupt()
+            self.stop()
+            await self._reads.interrupt()
             await asyncio.gather(reading, stopping, return_exceptions=True)
             await self._drain()
             beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+            directed.cancel()
+            await asyncio.gather(beating, directed, return_exceptions=True)
+            with contextlib.suppress(EngineError):
+                await self._directives.leave()
             await self._cancellations.detach(self)
             await asyncio.to_thread(self._liveness.stop)
             _log.info("worker stopped", worker=self.worker_id, **self.counters)
 
     # ---- read
 
-    async def _read(self) -> None:
-        try:
-            while not self._stop.is_set():
-                free = self._concurrency - len(self._held)
-                if free <= 0:
-                    self._slot_free.clear()
-                    await self._slot_free.wait()
-                    continue
-                lapses = self._liveness.lapses
-                streams, count = self._share(free)
-                deliveries = await self._reader.read(streams, count, self._block_ms)
-                if deliveries and (self._liveness.lapses != lapses or not self._liveness.is_valid):
-                    deliveries = await self._still_owned(deliveries)
-                for delivery in deliveries:
-                    self._accept(delivery)
-        finally:
-            self._reader.close()
+    def free_slots(self) -> int:
+        return self._concurrency - len(self._held)
 
-    def _share(self, free: int) -> tuple[list[str], int]:
-        """COUNT counts per stream: divide the free slots, and rotate where there are fewer slots than streams."""
-        if free >= len(self._order):
-            return self._order, min(free // len(self._order), _READ_COUNT_MAX)
-        self._order = self._order[free:] + self._order[:free]
-        return self._order[-free:], 1
+    def open_queues(self) -> list[str]:
+        """Those that are not paused."""
+        paused = self._directives.paused
+        return [queue for queue in self._queues if queue not in paused] if paused else self._queues
+
+    async def receive(self, partition: int, reading: Awaitable[list[Delivery]]) -> int:
+        """Take what a read gives. Where this worker's sign of life was in doubt meanwhile, it looks before it starts."""
+        lapses = self._liveness.lapses_in(partition)
+        deliveries = await reading
+        if deliveries and not (self._liveness.is_valid_in(partition) and self._liveness.lapses_in(partition) == lapses):
+            deliveries = await self._still_owned(deliveries)
+        for delivery in deliveries:
+            self._accept(delivery)
+        return len(deliveries)
+
+    def _directed(self) -> None:
+        """An operator has paused or resumed a queue, or asks to drain. A read that is blocked ends, so that it reads no
+        queue that was paused meanwhile."""
+        if self._directives.draining:
+            self.stop()
+        self._slot_free.set()
+        self._interrupting = asyncio.get_running_loop().create_task(self._reads.interrupt())
 
     async def _still_owned(self, deliveries: list[Delivery]) -> list[Delivery]:
         """After a freeze: what was read may have been given to a retry already; start only what is still ours."""
         self._count("doubted_reads")
         # A sign of life first: what is ours under it cannot be taken away between this look and the start.
-        while not self._liveness.is_valid and not self._stop.is_set():
+        partition = self._streams[deliveries[0].stream]
+        while not self._liveness.is_valid_in(partition) and not self._stop.is_set():
             await asyncio.sleep(_LIVENESS_POLL_SECONDS)
         owned = []
         for delivery in deliveries:
@@ -317,13 +279,8 @@ class Consumer:
         task = held.task
         if isinstance(task, Unreadable):
             self._count("unreadable")
-            return UnreadableTask(
-                stream=held.delivery.stream,
-                entry_id=held.delivery.entry_id.decode(),
-                reason=task.reason,
-                entry_type=task.entry_type,
-                entry_body=task.body,
-            )
+            delivery = held.delivery
+            return unreadable_report(task, delivery.stream, delivery.entry_id, delivery.fields or {})
         while True:
             try:
                 if self._must_look(held):
@@ -419,9 +376,14 @@ class Consumer:
     async def _compare(self) -> None:
         """Held against pending. A reply may be on its way, so what is unknown is acted on at the second look."""
         unknown: set[tuple[str, bytes]] = set()
+        trouble: EngineError | None = None
         for stream in self._streams:
             before = [held for (name, _), held in self._held.items() if name == stream]
-            pending = await pending_ids(self._engine, stream, WORKER_GROUP, self.worker_id, len(before))
+            try:
+                pending = await pending_ids(self._engine, stream, WORKER_GROUP, self.worker_id, len(before))
+            except EngineError as error:  # of one shard of a cluster, maybe: the others are looked at
+                trouble = error
+                continue
             if pending is None:
                 continue
             for held in before:
@@ -434,6 +396,8 @@ class Consumer:
             self._count("found_pending")
             if (stream, entry_id) not in self._held and not self._stop.is_set():
                 self._accept(await read_entry(self._engine, stream, entry_id))
+        if trouble is not None:
+            raise trouble
 
     # ---- leave
 
@@ -458,7 +422,10 @@ class Consumer:
             )  # fmt: skip
 
     def _describe(self) -> bytes:
-        return msgspec.json.encode({**self._description, "used": len(self._held), "seen_at": time.time()})
+        state = "draining" if self._stop.is_set() else "running"
+        return msgspec.json.encode(
+            {**self._description, "state": state, "used": len(self._held), "seen_at": time.time()}
+        )
 
     def _count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import OutOfMemoryError
 from redis.retry import Retry
 
 from turnmill.protocol.errors import EngineUnavailable
 
-_RETRY_SECONDS = 0.2
+RETRY_SECONDS = 0.2
 
 
 class Liveness:
@@ -59,6 +60,13 @@ class Liveness:
     def is_valid(self) -> bool:
         return time.monotonic() <= self._valid_until
 
+    def lapses_in(self, _partition: int) -> int:
+        """The same for what was read from one partition."""
+        return self.lapses
+
+    def is_valid_in(self, _partition: int) -> bool:
+        return self.is_valid
+
     def stop(self) -> None:
         """Take the sign of life away, so that what is left is reclaimed soon."""
         self._stop.set()
@@ -78,7 +86,7 @@ class Liveness:
                     self._beat(client)
                     pause = self._heartbeat_seconds
                 except (redis.RedisError, OSError):
-                    pause = _RETRY_SECONDS
+                    pause = RETRY_SECONDS
                 self._stop.wait(pause)
             self._leave(client)
         finally:
@@ -87,11 +95,22 @@ class Liveness:
     def _beat(self, client: redis.Redis) -> None:
         asked_at = time.monotonic()
         registry, worker_id, describe = self._registration
+        lifetime_ms = int(self._liveness_seconds * 1000)
         with client.pipeline(transaction=False) as pipeline:
             for key in self._alive_keys:
-                pipeline.set(key, b"1", px=int(self._liveness_seconds * 1000))
+                pipeline.set(key, b"1", px=lifetime_ms)
             pipeline.hset(registry, worker_id, describe())
-            pipeline.execute()
+            replies = pipeline.execute(raise_on_error=False)
+            if any(isinstance(reply, OutOfMemoryError) for reply in replies):
+                # An engine without room takes nothing new, and lets a sign of life that is there last longer.
+                for key in self._alive_keys:
+                    pipeline.pexpire(key, lifetime_ms)
+                if not all(pipeline.execute()):
+                    raise OutOfMemoryError("no sign of life can be written")
+                replies = []
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
         if self._valid_until and asked_at > self._valid_until:
             self._lapses += 1
         self._valid_until = asked_at + self._liveness_seconds

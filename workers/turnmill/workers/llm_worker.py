@@ -7,7 +7,8 @@ becomes of a call, its reply tells what it used and cost, as far as that is know
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,31 +17,39 @@ from turnmill.protocol.abort_signal import AbortSignal, call_in_loop
 from turnmill.protocol.codec import WireFormat
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import ErrorInfo, Message
-from turnmill.protocol.errors import ErrorKind, Superseded
+from turnmill.protocol.errors import EngineError, ErrorKind, Superseded
 from turnmill.protocol.keys import Keys, PartitionKeys, model_queue
+from turnmill.protocol.logs import get_logger
 from turnmill.protocol.messages import ModelReply, ModelTask
+from turnmill.protocol.provider_leave import ProviderLimit
 from turnmill.protocol.settings import Settings
-from turnmill.protocol.specs import Plan
+from turnmill.protocol.specs import Plan, provider_of
 
 from .cancellation import Cancellations
 from .compaction import Urgency, View, entries_of, plan_shortening
-from .consumer import Consumer, aborted_error
+from .consumer import Consumer
 from .conversation import ConversationLost, read_conversation
 from .deltas import DeltaPublisher
+from .held import aborted_error
 from .model_call import Heard, call_model, find_provider
 from .output_check import OutputCheck
 from .prices import Prices
+from .provider_gate import ProviderGate, estimated_tokens
 from .providers.base import Completed, Live, ProviderError, ProviderRequest, ProviderSet
 from .summary import Summarizer, shortened
 from .telemetry import Observation, observed
 
 _decode_plan = msgspec.json.Decoder(Plan).decode
 _CACHED_PLANS_MAX = 1000
+_PUBLISH_SECONDS = 15.0
+_log = get_logger(__name__)
 
 
 def _expire(limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
-    if not limit.expired():
+    try:
         limit.reschedule(loop.time())
+    except RuntimeError:
+        pass  # the call has ended, or its time has: there is nothing left to end
 
 
 class LLMWorker:
@@ -66,6 +75,9 @@ class LLMWorker:
         self._prices = Prices.from_settings(settings)
         self._plans: dict[str, tuple[Plan, OutputCheck]] = {}
         self._streams_open = 0
+        self._numbers = itertools.count()
+        limits = {name: ProviderLimit(**limit.model_dump()) for name, limit in settings.limits.items()}
+        self._gate = ProviderGate(engine, keys, providers, limits, lambda: self.consumer.clock.now_ms())
         self.consumer = Consumer(
             engine,
             keys,
@@ -86,11 +98,23 @@ class LLMWorker:
     async def run(self) -> None:
         """Until `stop`; then the providers' connections are closed."""
         loading = asyncio.create_task(asyncio.to_thread(self._prices.load_for, self._providers.names))
+        publishing = asyncio.create_task(self._keep_published())
         try:
             await self.consumer.run()
         finally:
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
             await loading
             await self._providers.close()
+
+    async def _keep_published(self) -> None:
+        """Now and again and again: a registry that was lost comes back while the workers live."""
+        while True:
+            try:
+                await self._gate.publish()
+            except EngineError as error:
+                _log.warning("limits of providers not published", error=str(error))
+            await asyncio.sleep(_PUBLISH_SECONDS)
 
     async def _handle(self, task: ModelTask, partition: int, cancelled: AbortSignal) -> ModelReply:
         with observed("model", task) as span:
@@ -166,15 +190,12 @@ class LLMWorker:
         span: Observation,
     ) -> Completed:
         agent = plan.agent
-        heard.model = agent.model
-        provider, model = find_provider(self._providers, agent.model)
         request = ProviderRequest(
-            model=model,
+            model="",
             messages=messages,
             system=agent.system,
             tools=list(plan.tools.values()) if task.with_tools else [],
             tool_choice=agent.tool_choice,
-            options=agent.provider_options.get(agent.model.partition(":")[0], {}),
             reasoning=agent.reasoning,
             output_schema=agent.output.schema if agent.output is not None else None,
             output_name=agent.output.name if agent.output is not None else "response",
@@ -188,7 +209,39 @@ class LLMWorker:
             span.live(item)
             publisher.add(item)
 
-        return await call_model(provider, request, heard, told if span.is_active else publisher.add)
+        models = [agent.model, *agent.fallbacks][task.first_model :]
+        heard.model = models[0]
+        take = told if span.is_active else publisher.add
+        return await self._ask(task, models, request, agent.provider_options, heard, take)
+
+    async def _ask(
+        self,
+        task: ModelTask,
+        models: list[str],
+        request: ProviderRequest,
+        options: Mapping[str, dict[str, Any]],
+        heard: Heard,
+        take: Callable[[Live], object],
+    ) -> Completed:
+        """Call the first of the models whose provider may be called now, with that provider's options."""
+        name = f"{task.turn_id}/{task.call}/{task.attempt}/{next(self._numbers)}"
+        tokens = estimated_tokens(request, options.get(provider_of(models[0]), {}))
+        entered = await self._gate.enter(models, name, task.tenant, tokens)
+        heard.model = entered.model
+        error: ErrorInfo | None = None
+        stopped = True
+        try:
+            provider, model = find_provider(self._providers, entered.model)
+            own = options.get(provider_of(entered.model), {})
+            request = msgspec.structs.replace(request, model=model, options=own)
+            completed = await call_model(provider, request, heard, take)
+            stopped = False
+            return completed
+        except ProviderError as failure:
+            error, stopped = failure.info, False
+            raise
+        finally:
+            self._gate.leave(entered, heard.usage, error, has_fallback=len(models) > 1, stopped=stopped)
 
     async def _shorten(self, task: ModelTask, plan: Plan, messages: list[Message], heard: Heard) -> View:
         """The view that stands for the conversation from now on. Raises `ProviderError` where there is no shorter one."""
@@ -201,9 +254,7 @@ class LLMWorker:
         async def ask(request: ProviderRequest) -> Completed:
             call = Heard(policy.summarizer)
             try:
-                provider, model = find_provider(self._providers, policy.summarizer or "")
-                request = msgspec.structs.replace(request, model=model)
-                return await call_model(provider, request, call, lambda _: None)
+                return await self._ask(task, [policy.summarizer or ""], request, {}, call, lambda _: None)
             finally:
                 heard.include(call, self._prices)
 

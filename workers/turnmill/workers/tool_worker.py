@@ -27,7 +27,8 @@ from turnmill.protocol.streams import append_message, is_transient
 from turnmill.protocol.values import unpack_value
 
 from .cancellation import Cancellations
-from .consumer import Consumer, aborted_error
+from .consumer import Consumer
+from .held import aborted_error
 from .hook_calls import call_hook
 from .hooks import Hook
 from .telemetry import observed
@@ -104,7 +105,12 @@ class ToolWorker:
         """Write the tools' specs to the registry: the worker that runs a tool knows best what it is."""
         if self.tools:
             fields = [item for name, tool in self.tools.items() for item in (name, msgspec.json.encode(tool.spec))]
-            await self._engine.call("HSET", self._keys.tools, *fields)
+            try:
+                await self._engine.call("HSET", self._keys.tools, *fields)
+            except EngineReplyError as error:
+                if not str(error).startswith("NOPERM"):
+                    raise
+                _log.info("tools are left to others to register: the engine's user may not", tools=sorted(self.tools))
 
     async def _handle(self, task: ToolTask, partition: int, cancelled: AbortSignal) -> ToolReply:
         try:
@@ -193,7 +199,8 @@ class ToolWorker:
         while True:
             try:
                 keys = self._keys.partitions[partition]
-                return await with_blobs(self._engine, keys, outcome.result, settings.blob_threshold)
+                lifetime_ms = settings.blob_ttl * 1000
+                return await with_blobs(self._engine, keys, outcome.result, settings.blob_threshold, lifetime_ms)
             except EngineUnavailable:
                 await self._engine.ready()
             except EngineReplyError as error:

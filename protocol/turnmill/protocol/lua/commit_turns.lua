@@ -17,13 +17,18 @@
 --          R key member                              remove a timer
 --          F key length n (type body)                append to the lifecycle feed
 --          N key field                               count
+--          I key field change                        add to a number of a hash; the field goes when it is not positive
 --          M key channel ttl_ms turn reason          mark a turn as stopped, and tell it
 --          K key n key... name...                    keep blobs, and note their names in the session's set
---          D key base n key...                       delete a session's keys, and what its set (key) names, blobs and
---                                                    the keys of sub-turns; these are made from base, the partition's
---                                                    prefix, and are the one kind of key that is not passed
+--          O key ttl_ms name                         note among what a session owns that something (its name behind the
+--                                                    partition's prefix) expires in ttl_ms
+--          D key owned_key removal_key removed_owned_key removals_key base n key...
+--                                                    delete a session: n keys at once; what its set of names (key) and
+--                                                    its owned things name is put aside as a removal, for remove_session
 -- Returns  one number for each item: the new version, -1 where the session has another version, or one of another writer
 --          (nothing was written), -2 where the guard key exists (nothing was written)
+-- Keys of another type in place of those that all sessions share are moved to `displaced:...` behind the partition's prefix,
+-- and noted in its stream of dead letters: two more keys that are not passed.
 -- Written for speed: the arguments are walked by one index in one chain, and digits are made numbers by adding 0.
 local call, K, A = redis.call, KEYS, ARGV
 local group, now = A[1], A[2]
@@ -31,22 +36,39 @@ local result, acknowledged = {}, {{}, {}}
 local writer = A[4]
 local a = 5
 
+local function put(command, key, ...)
+  -- A write to what all sessions of the partition share. A script is not rolled back, so a key of another type that stands
+  -- there must not end it half-way: it is moved away as a whole, and noted as a dead letter.
+  local reply = redis.pcall(command, key, ...)
+  if type(reply) ~= 'table' or not reply.err then return reply end
+  if not string.find(reply.err, 'WRONGTYPE', 1, true) then error(reply) end
+  local base, kind = string.match(K[1], '^(.*})') .. ':', call('TYPE', key).ok
+  local kept = base .. 'displaced:' .. string.sub(key, #base + 1) .. ':' .. call('INCR', base .. 'displaced')
+  call('RENAME', key, kept)
+  call('PEXPIRE', kept, 604800000)
+  redis.pcall('XADD', base .. 'dead', '*', 'attempts', 1, 'reason', 'a ' .. kind .. ' stood in the way of ' .. command,
+    'from', key, 'id', '', 't', kind, 'd', '', 'displaced', kept)
+  return redis.pcall(command, key, ...)
+end
+
 local function enqueue(backlog, clock, tenant, priority, body)
   -- Start-time fair queueing: a tenant's next task comes one place behind its last one, but never before the place
   -- that was dispatched last; a higher priority is a class of its own.
   local places = call('HMGET', clock, 'now', 't:' .. tenant)
   local place = math.max(tonumber(places[1] or 0), tonumber(places[2] or 0)) + 1
   call('HSET', clock, 't:' .. tenant, place)
-  call('ZADD', backlog, place - priority * 1e12, body)
+  put('ZADD', backlog, place - priority * 1e12, body)
 end
 
-local remove
-function remove(set, base)
-  -- What belongs to a session, and the sets of its sub-turns' sessions with what belongs to those.
-  for _, name in ipairs(call('SMEMBERS', set)) do
-    if string.sub(name, 1, 6) == 'blobs:' then remove(base .. name, base) else call('UNLINK', base .. name) end
+local function put_aside(names, owned, removal, removed_owned, removals, base)
+  -- A session may have very much, so nothing is looked at here; a new one of the same name begins with keys of its own.
+  local function name_of(key) return string.sub(key, #base + 1) end
+  if call('EXISTS', names) == 1 then call('RENAME', names, removal) end
+  if call('EXISTS', owned) == 1 then
+    call('RENAME', owned, removed_owned)
+    call('SADD', removal, name_of(removed_owned))
   end
-  call('UNLINK', set)
+  if call('EXISTS', removal) == 1 then call('SADD', removals, name_of(removal)) end
 end
 
 -- An item that is refused writes nothing: its end is given, so that the next one is found without reading its effects.
@@ -69,8 +91,11 @@ for i = 1, A[3] + 0 do
       a = a + 2
     end
     local new = version + 1
+    -- A session that begins has no entries: what stands in its lists is of one whose record was lost.
+    local begins = version == '0'
     if state == '' then
-      call('HSET', session, 'v', new, 'w', writer)
+      -- What changes nothing on a session that does not exist leaves no trace of it.
+      if version ~= '0' then call('HSET', session, 'v', new, 'w', writer) end
     elseif live == '-' then
       call('HSET', session, 'v', new, 'w', writer, 's', state)
     else
@@ -101,14 +126,18 @@ for i = 1, A[3] + 0 do
         end
         a = a + 2 * count
       elseif effect == 'X' then
-        call('XADD', key, '*', 't', A[a + 2], 'd', A[a + 3])
+        put('XADD', key, '*', 't', A[a + 2], 'd', A[a + 3])
         a = a + 4
       elseif effect == 'L' then
         local last = a + 2 + A[a + 2]
+        if begins then
+          call('UNLINK', key)
+          begins = false
+        end
         call('RPUSH', key, unpack(A, a + 3, last))
         a = last + 1
       elseif effect == 'T' then
-        call('ZADD', key, A[a + 2], A[a + 3])
+        put('ZADD', key, A[a + 2], A[a + 3])
         a = a + 4
       elseif effect == 'H' then
         local last = a + 3 + 2 * A[a + 3]
@@ -116,14 +145,17 @@ for i = 1, A[3] + 0 do
         if A[a + 2] ~= '0' then call('PEXPIRE', key, A[a + 2]) end
         a = last + 1
       elseif effect == 'F' then
-        call('XADD', key, 'MAXLEN', '~', A[a + 2], '*', 't', A[a + 3], 'd', A[a + 4])
+        put('XADD', key, 'MAXLEN', '~', A[a + 2], '*', 't', A[a + 3], 'd', A[a + 4])
         a = a + 5
       elseif effect == 'R' then
-        call('ZREM', key, A[a + 2])
+        put('ZREM', key, A[a + 2])
         a = a + 3
       elseif effect == 'N' then
-        call('HINCRBY', key, A[a + 2], 1)
+        put('HINCRBY', key, A[a + 2], 1)
         a = a + 3
+      elseif effect == 'I' then
+        if put('HINCRBY', key, A[a + 2], A[a + 3]) <= 0 then call('HDEL', key, A[a + 2]) end
+        a = a + 4
       elseif effect == 'M' then
         call('SET', key, A[a + 5], 'PX', A[a + 3])
         call('SPUBLISH', K[A[a + 2] + 0], A[a + 4] .. ' ' .. A[a + 5])
@@ -134,10 +166,16 @@ for i = 1, A[3] + 0 do
         call('SADD', key, unpack(A, a + 3 + count, a + 2 + 2 * count))
         a = a + 3 + 2 * count
       elseif effect == 'D' then
-        remove(key, A[a + 2])
-        local last = a + 3 + A[a + 3]
-        for index = a + 4, last do call('UNLINK', K[A[index] + 0]) end
+        put_aside(key, K[A[a + 2] + 0], K[A[a + 3] + 0], K[A[a + 4] + 0], K[A[a + 5] + 0], A[a + 6])
+        local last = a + 7 + A[a + 7]
+        for index = a + 8, last do call('UNLINK', K[A[index] + 0]) end
         a = last + 1
+      elseif effect == 'O' then
+        local left = call('PTTL', key)
+        call('ZADD', key, now + A[a + 2], A[a + 3])
+        if left ~= -2 then call('ZREMRANGEBYSCORE', key, '-inf', now) end
+        if left < A[a + 2] + 0 then call('PEXPIRE', key, A[a + 2]) end
+        a = a + 4
       elseif effect == 'B' then
         enqueue(key, K[A[a + 2] + 0], A[a + 3], A[a + 4] + 0, A[a + 5])
         a = a + 6
@@ -151,8 +189,8 @@ for i = 1, A[3] + 0 do
 end
 for source = 1, 2 do
   if #acknowledged[source] > 0 then
-    call('XACK', K[source], group, unpack(acknowledged[source]))
-    call('XDEL', K[source], unpack(acknowledged[source]))
+    put('XACK', K[source], group, unpack(acknowledged[source]))
+    put('XDEL', K[source], unpack(acknowledged[source]))
   end
 end
 return result

@@ -1,10 +1,10 @@
 -- Moves waiting model tasks into the pool's stream, fairest first, while the dispatch window has room.
 --
 -- KEYS   1 backlog, 2 the backlog's clock, 3 model task stream
--- ARGV   window (most entries in the stream)
+-- ARGV   window (most entries in the stream), most tasks to move
 -- Returns  {moved, still waiting}
 local call = redis.call
-local room = tonumber(ARGV[1]) - call('XLEN', KEYS[3])
+local room = math.min(ARGV[1] - call('XLEN', KEYS[3]), ARGV[2] + 0)
 local moved = 0
 if room > 0 then
   local tasks = call('ZPOPMIN', KEYS[1], room)

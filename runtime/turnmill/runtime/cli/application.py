@@ -24,14 +24,39 @@ _COMMANDS = {
     "dev": ("dev", "dev", "Run everything for an application, and start it again when its code changes."),
     "coordinator": ("roles", "coordinator", "Run a coordinator."),
     "doctor": ("doctor", "doctor", "Check the engine, the namespace, and who is alive."),
-    "config": ("config", "config", "Print the effective settings; secrets are masked."),
+    "config": ("config", "config", "Print the effective settings, and where each comes from; secrets are masked."),
+    "acl": ("acl", "acl", "Print the access list of a role, as a command for Redis or Valkey."),
+    "top": ("top", "top", "Watch the whole namespace: turns, queues, workers, dead letters, the engine."),
 }
 _GROUPS = {
     "worker": (
-        "Run a worker.",
+        "Run a worker, look at those that run, ask one to leave.",
         {
             "llm": ("roles", "llm", "Run an LLM worker; APP adds its models and scripts."),
             "tools": ("roles", "tools", "Run a worker for the tools of APP, and publish its agents."),
+            "ls": (
+                "worker",
+                "list_workers",
+                "List workers and coordinators: what they serve, hold, and when last seen.",
+            ),
+            "drain": ("worker", "drain", "Ask workers or coordinators to finish what they hold, and leave."),
+        },
+    ),
+    "queue": (
+        "Look at task queues, pause and resume them.",
+        {
+            "ls": ("queue", "list_queues", "List task queues: what waits, what is in work, who serves them."),
+            "pause": ("queue", "pause", "Let workers read a queue no more; what runs goes on."),
+            "resume": ("queue", "resume", "Let workers read a paused queue again."),
+        },
+    ),
+    "dead": (
+        "Look at dead letters, send them again, drop them.",
+        {
+            "ls": ("dead", "list_letters", "List dead letters, newest first."),
+            "show": ("dead", "show", "Show one dead letter: reason, origin, and its bytes."),
+            "replay": ("dead", "replay", "Put dead letters back into the streams they came from."),
+            "drop": ("dead", "drop", "Delete dead letters."),
         },
     ),
     "session": (

@@ -111,7 +111,7 @@ async def _look_at_engine(settings: Settings) -> AsyncIterator[Finding]:
             yield _embedded_finding(settings, is_running=server.process is None)
         engine = Engine(url, response_timeout_seconds=settings.response_timeout)
         try:
-            await engine.connect()
+            engine = await engine.connect()
             async for finding in _look_at_server(engine):
                 yield finding
             try:
@@ -174,6 +174,8 @@ async def _look_at_fleet(engine: Engine, keys: Keys, settings: Settings) -> Asyn
             yield Finding("warn", f"{role} workers", f"none is alive: start `{command}`")
     async for finding in _look_at_queues(engine, keys, fleet):
         yield finding
+    async for finding in _look_at_what_rests(engine, keys):
+        yield finding
 
 
 async def _look_at_queues(engine: Engine, keys: Keys, fleet: Fleet) -> AsyncIterator[Finding]:
@@ -199,6 +201,20 @@ async def _look_at_queues(engine: Engine, keys: Keys, fleet: Fleet) -> AsyncIter
         yield Finding("warn", "queue", text)
     if not unserved:
         yield Finding("ok", "queues", "each one in use has a worker" if lengths or wanted else "none in use yet")
+
+
+async def _look_at_what_rests(engine: Engine, keys: Keys) -> AsyncIterator[Finding]:
+    """What waits for an operator."""
+    from ..dead_letters import count_letters
+    from ..directives import read_directives
+
+    for queue, pause in (await read_directives(engine, keys)).paused.items():
+        yield Finding("warn", "queue", f"{queue} is paused ({pause.text}): `turnmill queue resume {queue}`")
+    count = await count_letters(engine, keys)
+    if count:
+        yield Finding("warn", "dead letters", f"{count}: `turnmill dead ls` tells why")
+    else:
+        yield Finding("ok", "dead letters", "none")
 
 
 async def _queues_of_tools(engine: Engine, keys: Keys) -> set[str]:

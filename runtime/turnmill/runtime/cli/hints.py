@@ -7,8 +7,10 @@ import time
 from types import TracebackType
 
 from turnmill.protocol.errors import EngineError
+from turnmill.protocol.keys import pool_of_queue
 
 from ..client import Client
+from ..directives import Directive, read_directives
 from ..fleet import read_fleet
 from ..inspection import read_record
 from .exits import say
@@ -59,8 +61,10 @@ class Hints:
     async def _lacking(self) -> list[str]:
         try:
             fleet = await read_fleet(self._client.engine, self._client.keys, self._client.settings)
+            paused = (await read_directives(self._client.engine, self._client.keys)).paused
             return [
                 *fleet.missing(),
+                *[_paused(queue, paused[queue]) for queue in sorted(paused) if pool_of_queue(queue) is not None],
                 *[line for turn_id in sorted(self.sub_turns) for line in await self._rests(turn_id)],
             ]
         except EngineError as error:
@@ -74,3 +78,8 @@ class Hints:
             return []
         lines = after_suspension(turn_id, summary.pending, summary.approvals, summary.error)
         return [f"its sub-turn {turn_id} is suspended; {line}" for line in lines]
+
+
+def _paused(queue: str, pause: Directive) -> str:
+    """Of tools' queues the turn itself tells, when a call of its own waits there."""
+    return f"{queue} is paused ({pause.text}); `turnmill queue resume {queue}` lets its model calls go on"

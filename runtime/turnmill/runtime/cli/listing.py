@@ -86,7 +86,7 @@ def _row(record: TurnRecord) -> list[str]:
         record.state,
         record.agent_id,
         clean(record.session_id),
-        _age(time.time() - record.created_at),
+        age_text(time.time() - record.created_at),
         str(summary.steps) if summary else "",
         str(tokens or ""),
         seconds_text(summary.ended_at - summary.started_at) if summary else "",
@@ -94,7 +94,7 @@ def _row(record: TurnRecord) -> list[str]:
     ]
 
 
-def _age(seconds: float) -> str:
+def age_text(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
             return f"{seconds // size:.0f}{unit}"

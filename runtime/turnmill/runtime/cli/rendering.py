@@ -197,8 +197,7 @@ class _TurnView:
                 if event.attempt > 1:
                     self._line(f"  ↻ {self._label(event)} attempt {event.attempt}", "yellow")
             case e.ToolExecutionWaiting():
-                text = f"no worker takes its queue {event.queue!r}: start `turnmill worker tools APP`"
-                self._line(f"  … {self._label(event)} waits: {text}", "yellow")
+                self._line(f"  … {self._label(event)} waits: {waiting_text(event)}", "yellow")
             case e.ToolExecutionProgress():
                 self._line(f"  · {self._label(event)} {event.message}", "dim")
             case e.ToolExecutionFinished():
@@ -252,3 +251,10 @@ class _TurnView:
 
 def _with_ids(ids: list[str]) -> str:
     return f" with {', '.join(ids)}" if ids else ""
+
+
+def waiting_text(event: e.ToolExecutionWaiting) -> str:
+    """Why a call waits, and what helps."""
+    if event.paused is not None:
+        return f"its queue is paused ({event.paused}): `turnmill queue resume tool:{event.queue}`"
+    return f"no worker takes its queue {event.queue!r}: start `turnmill worker tools APP`"

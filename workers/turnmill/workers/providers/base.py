@@ -93,6 +93,10 @@ class ProviderSet:
     def get(self, prefix: str) -> Provider | None:
         return self._providers.get(prefix)
 
+    def is_remote(self, prefix: str) -> bool:
+        """Whether its calls leave the process: only then it can be too much for somebody else."""
+        return bool(getattr(self._providers.get(prefix), "is_remote", False))
+
     async def close(self) -> None:
         """Close every provider, then what they share."""
         for resource in (*self._providers.values(), *self._shared):

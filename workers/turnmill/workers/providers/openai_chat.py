@@ -31,6 +31,8 @@ _ERROR_BODY_BYTES_MAX = 64 * 1024
 class OpenAIChat:
     """One endpoint. `client` is shared with other providers and closed by whoever made it."""
 
+    is_remote = True
+
     def __init__(
         self,
         base_url: str,
@@ -53,13 +55,14 @@ class OpenAIChat:
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._headers.update(headers or {})
+        self._api_key = api_key
 
     async def stream(self, request: ProviderRequest) -> AsyncGenerator[Streamed, None]:
         body = msgspec.json.encode(build_body(request, self._provider_name))
         reply = Reply(request, self._provider_name)
         async with self._client.post(self._url, self._headers, body, self._timeouts) as response:
             if not response.is_success:
-                raise await _read_refusal(response)
+                raise self._masked(await _read_refusal(response))
             reader, told = BodyReader(reply), reply.usage
             while not reply.is_done:
                 chunk = await _read(response, reply)
@@ -75,13 +78,20 @@ class OpenAIChat:
                         if known is not None:
                             yield known
                 if reply.failure is not None:
-                    raise reply.failure
+                    raise self._masked(reply.failure)
                 if not chunk:
                     break
                 if reply.is_finished:
                     response.expect_end_within(USAGE_WAIT_SECONDS)
             yield reply.completed()
             await response.drain(DRAIN_SECONDS)
+
+    def _masked(self, error: ProviderError) -> ProviderError:
+        """The error without the key, which some servers repeat: errors are shown and stored."""
+        if not self._api_key or self._api_key not in error.info.message:
+            return error
+        text = error.info.message.replace(self._api_key, "***")
+        return ProviderError(msgspec.structs.replace(error.info, message=text), error.usage)
 
     async def close(self) -> None:
         """Nothing of its own is open: the client belongs to whoever made it."""
