@@ -11,14 +11,16 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from support.providers import openai_chat
 from support.replay_server import Answer, ReplayServer
 from turnmill.protocol.content import Cost, Message, ReasoningPart, ToolCall, ToolCallPart, Usage
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import TextDelta
 from turnmill.protocol.specs import Reasoning
 from turnmill.workers.providers.base import Completed, ProviderError, ProviderRequest
+from turnmill.workers.providers.body_reader import BodyReader
 from turnmill.workers.providers.http_client import HttpClient
-from turnmill.workers.providers.openai_chat import BodyReader, OpenAIChat
+from turnmill.workers.providers.http_provider import HttpProvider
 from turnmill.workers.providers.openai_chat_chunks import read_cost
 from turnmill.workers.providers.openai_chat_reply import Reply
 from turnmill.workers.providers.openai_chat_request import build_body, build_messages, is_enforceable
@@ -115,10 +117,10 @@ def test_a_budget_of_tokens_is_refused_with_what_to_do() -> None:
 
 
 @pytest.fixture
-async def provider() -> AsyncIterator[tuple[ReplayServer, OpenAIChat]]:
+async def provider() -> AsyncIterator[tuple[ReplayServer, HttpProvider]]:
     client = HttpClient()
     async with ReplayServer() as server:
-        yield server, OpenAIChat(server.url, None, client)
+        yield server, openai_chat(server.url, None, client)
     await client.close()
 
 
@@ -130,7 +132,7 @@ def delta(text: str, finish: str | None = None, **fields: Any) -> bytes:
     return chunk(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}], **fields)
 
 
-async def test_usage_in_mid_stream_is_told_at_once(provider: tuple[ReplayServer, OpenAIChat]) -> None:  # AC-53
+async def test_usage_in_mid_stream_is_told_at_once(provider: tuple[ReplayServer, HttpProvider]) -> None:  # AC-53
     server, model = provider
     chunks = [
         delta("a", usage=USAGE),
@@ -160,7 +162,7 @@ async def test_usage_in_mid_stream_is_told_at_once(provider: tuple[ReplayServer,
     )  # fmt: skip
 
 
-async def test_usage_is_told_before_an_error(provider: tuple[ReplayServer, OpenAIChat]) -> None:  # AC-53
+async def test_usage_is_told_before_an_error(provider: tuple[ReplayServer, HttpProvider]) -> None:  # AC-53
     server, model = provider
     server.reply(Answer(chunks=[delta("a", "error", usage=USAGE)]))
     events: list[Any] = []

@@ -18,13 +18,20 @@ from turnmill.protocol.settings import ProviderEndpoint, Settings
 
 from ..models import HostModel
 from .base import Provider, ProviderSet
+from .format import Endpoint
 from .host import HostProvider
 from .http_client import HttpClient
-from .openai_chat import OpenAIChat
+from .http_provider import HttpProvider
+from .registry import (
+    PROVIDERS,
+    api_names,
+    default_base_url,
+    find_api,
+    known_endpoint,
+    open_format,
+    open_signer,
+)
 from .scripted import Script, ScriptedProvider, load_scripts
-
-OPENAI_BASE_URL = "https://api.openai.com/v1"
-_APIS = ("openai",)
 
 
 def build_providers(
@@ -40,18 +47,32 @@ def build_providers(
     if models:
         providers["host"] = HostProvider(models)
     client = HttpClient()
-    if environment.get("OPENAI_API_KEY") or environment.get("OPENAI_BASE_URL"):
-        base_url = environment.get("OPENAI_BASE_URL") or OPENAI_BASE_URL
-        providers["openai"] = OpenAIChat(base_url, environment.get("OPENAI_API_KEY"), client)
+    for name, known in PROVIDERS.items():
+        found = known_endpoint(name, environment)
+        if found is not None:
+            providers[name] = open_provider(known.api, found, client, environment)
     for name, endpoint in settings.providers.items():
-        providers[name] = _endpoint(name, endpoint, client, environment)
+        api = _api_of(name, endpoint)
+        providers[name] = open_provider(api, _endpoint(name, endpoint, api, environment), client, environment)
     return ProviderSet(providers, client)
 
 
-def _endpoint(name: str, endpoint: ProviderEndpoint, client: HttpClient, environment: Mapping[str, str]) -> Provider:
-    if endpoint.api not in _APIS:
-        raise ConfigurationError(f"[providers.{name}] api = {endpoint.api!r}: known are {', '.join(_APIS)}")
+def open_provider(api: str, endpoint: Endpoint, client: HttpClient, environment: Mapping[str, str]) -> HttpProvider:
+    return HttpProvider(open_format(api, endpoint), client, signer=open_signer(api, endpoint, environment))
+
+
+def _api_of(name: str, endpoint: ProviderEndpoint) -> str:
+    api = find_api(endpoint.api)
+    if api is None:
+        raise ConfigurationError(f"[providers.{name}] api = {endpoint.api!r}: known are {', '.join(api_names())}")
+    return api
+
+
+def _endpoint(name: str, endpoint: ProviderEndpoint, api: str, environment: Mapping[str, str]) -> Endpoint:
     key = environment.get(endpoint.api_key_env) if endpoint.api_key_env else None
     if endpoint.api_key_env and not key:
         raise ConfigurationError(f"[providers.{name}] names the variable {endpoint.api_key_env}, which is not set")
-    return OpenAIChat(endpoint.base_url or OPENAI_BASE_URL, key, client, name)
+    base_url = endpoint.base_url or default_base_url(api, environment)
+    if base_url is None:
+        raise ConfigurationError(f"[providers.{name}] needs a base_url: the API {api} has no usual place")
+    return Endpoint(name=name, base_url=base_url, api_key=key)

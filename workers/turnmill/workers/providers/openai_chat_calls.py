@@ -25,6 +25,11 @@ class CallBuilder:
         self._pieces: list[str] = []
         self._length = 0
 
+    @property
+    def text(self) -> str:
+        """The arguments as they came."""
+        return "".join(self._pieces)
+
     def extend(self, call_id: str, name: str, arguments: str) -> None:
         self.provider_id = self.provider_id or call_id
         self.name = self.name or name

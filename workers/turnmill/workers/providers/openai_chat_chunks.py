@@ -34,7 +34,6 @@ class Delta(msgspec.Struct):
     reasoning: Any = None
     reasoning_details: Any = None
     tool_calls: list[CallDelta | None] | None = None
-    function_call: Function | None = None
 
 
 class Choice(msgspec.Struct):

@@ -7,6 +7,7 @@ on little; these rules hold against all of them:
 - a call is known by its index; another id at the same index, or an id without index, is another call;
 - names and ids are set once, arguments are appended;
 - calls decide how a step ends, whatever the finish reason says;
+- the `function_call` of the API's first years is no call: only `functions` ask for it, which we never send;
 - the last usage counts, usages are never added up;
 - nothing on a chunk is lost because of what else is on it; an error is raised after the rest of its chunk was read.
 """
@@ -173,8 +174,6 @@ class Reply:
         for call_delta in delta.tool_calls or ():
             if call_delta is not None:
                 yield from self._take_call(call_delta)
-        if delta.function_call is not None:
-            yield from self._take_call(CallDelta(index=0, function=delta.function_call))
 
     def _take_content(self, content: Any) -> Iterator[Live]:
         """Text, or parts of text and thinking; parts of kinds that are not known are left out."""

@@ -62,7 +62,7 @@ def build_body(request: ProviderRequest, provider_name: str) -> Json:
     if request.output_schema is not None:
         body["response_format"] = build_response_format(request.output_name, request.output_schema)
     if request.reasoning is not None:
-        body["reasoning_effort"] = _read_effort(request.reasoning, request.options, provider_name)
+        body["reasoning_effort"] = read_effort(request.reasoning, request.options, provider_name)
     body.update(request.options)
     if not body["stream"]:
         body.pop("stream_options", None)
@@ -111,7 +111,7 @@ def is_enforceable(schema: Any) -> bool:
     return all(is_enforceable(each) for each in inner) and ("items" not in schema or is_enforceable(schema["items"]))
 
 
-def _read_effort(reasoning: Reasoning, options: Json, provider_name: str) -> str:
+def read_effort(reasoning: Reasoning, options: Json, provider_name: str) -> str:
     twice = [name for name in ("reasoning_effort", "reasoning") if options.get(name) is not None]
     where = f"provider_options[{provider_name!r}]"
     if twice:
@@ -173,7 +173,7 @@ def _build_result_text(result: ToolResult) -> str:
         texts = [part.text for part in result.content if isinstance(part, TextPart)]
         return "\n".join(texts) if texts else "(see the attachments below)"
     if result.blob is not None:
-        raise _not_loaded(f"the result of {result.tool_name}")
+        raise not_loaded(f"the result of {result.tool_name}")
     return result.result if isinstance(result.result, str) else _compact_json(result.result)
 
 
@@ -197,9 +197,9 @@ def _build_part(part: OutputPart) -> Json:
         case TextPart():
             return {"type": "text", "text": part.text}
         case ImagePart():
-            return _build_image(_locate(part, part.media_type or "image/png"))
+            return _build_image(locate(part, part.media_type or "image/png"))
         case FilePart() if part.media_type.startswith("image/"):
-            return _build_image(_locate(part, part.media_type))
+            return _build_image(locate(part, part.media_type))
         case FilePart() if part.media_type.startswith("audio/") and part.data is not None:
             format_name = part.media_type.removeprefix("audio/").removeprefix("x-")
             audio = {
@@ -209,19 +209,19 @@ def _build_part(part: OutputPart) -> Json:
             return {"type": "input_audio", "input_audio": audio}
         case FilePart():
             name = part.filename or "file"
-            return {"type": "file", "file": {"filename": name, "file_data": _locate(part, part.media_type)}}
+            return {"type": "file", "file": {"filename": name, "file_data": locate(part, part.media_type)}}
 
 
 def _build_image(url: str) -> Json:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _locate(part: ImagePart | FilePart, media_type: str) -> str:
+def locate(part: ImagePart | FilePart, media_type: str) -> str:
     """Where the provider finds the content: its URL, or the data itself as one."""
     if part.data is not None:
         return f"data:{media_type};base64,{base64.b64encode(part.data).decode()}"
     if part.url is None:
-        raise _not_loaded(f"a part of {media_type}")
+        raise not_loaded(f"a part of {media_type}")
     return part.url
 
 
@@ -241,6 +241,6 @@ def _compact_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _not_loaded(what: str) -> ProviderError:
+def not_loaded(what: str) -> ProviderError:
     message = f"{what} stands under a key of its own and was not loaded before the request"
     return ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=message))
