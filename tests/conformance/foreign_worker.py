@@ -11,7 +11,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-PREFIX, QUEUE, ME = os.environ.get("TURNMILL_NAMESPACE", "tm"), "foreign", f"foreign-{secrets.token_hex(6)}"
+PREFIX, QUEUE = os.environ.get("TURNMILL_NAMESPACE", "tm"), "foreign"
+ME = f"{os.environ.get('WORKER_NAME', 'foreign')}@{secrets.token_hex(6)}"
 LIVENESS_SECONDS = float(os.environ.get("TURNMILL_LIVENESS_SECONDS", "5"))
 # No retries: a read whose reply was lost has left entries with me that I do not know of. Better to end, and be replaced.
 r = redis.Redis.from_url(os.environ["TURNMILL_REDIS_URL"], protocol=2, retry=Retry(NoBackoff(), 0))

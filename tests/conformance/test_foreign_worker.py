@@ -35,15 +35,18 @@ async def stage(valkey_url: str, namespace: str, short_directory: Path) -> Async
         yield opened
 
 
+async def foreign_workers(stage: Stage) -> int:
+    """How many have registered."""
+    registered = await stage.redis.hvals(stage.keys.workers)
+    return sum(json.loads(body).get("language") == "any" for body in registered)
+
+
 async def start_worker(stage: Stage) -> Process:
-    before = await stage.redis.hlen(stage.keys.workers)
+    before = await foreign_workers(stage)
     process = stage.processes.start("foreign", [sys.executable, str(FOREIGN)])
 
     async def registered() -> bool:
-        return bool(
-            await stage.redis.hexists(stage.keys.tools, "refuse")
-            and await stage.redis.hlen(stage.keys.workers) > before
-        )
+        return bool(await stage.redis.hexists(stage.keys.tools, "refuse") and await foreign_workers(stage) > before)
 
     await wait_until_async(registered, PATIENCE_SECONDS)
     return process

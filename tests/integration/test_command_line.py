@@ -294,8 +294,8 @@ def test_doctor_tells_what_is_there_and_what_is_missing(turnmill: CommandLine, a
 def test_config_masks_secrets(turnmill: CommandLine) -> None:
     done = turnmill("config", "--redis-url", "redis://:geheim@127.0.0.1:1/0", "--namespace", "other")
     assert "geheim" not in done.stdout
-    assert "TURNMILL_NAMESPACE" in done.stdout
-    assert "= other" in done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("TURNMILL_NAMESPACE"))
+    assert line.split()[1:3] == ["other", "option"]
 
 
 def test_committed_schemas_are_those_of_the_code(tmp_path: Path) -> None:

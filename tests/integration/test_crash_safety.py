@@ -520,7 +520,7 @@ async def test_an_llm_worker_drains_and_hands_back(stage: Stage) -> None:
     """AC-58: a stream that ends within the drain timeout is the answer; one that does not is attempted elsewhere."""
     processes = stage.processes
     processes.coordinator()
-    leaving = processes.llm(APP, drain_timeout=60)
+    leaving = processes.llm(APP, drain_timeout=60, stop_grace=90)
     finished = await ask(stage, "soon", "finished", crash_app.speaker)
     await stage.reached("soon:1")
     leaving.terminate()

@@ -50,6 +50,7 @@ COLUMNS = {"provider_options": "options", "output": "output_schema"}
 
 ENDS: dict[str, tuple[dict[str, Any], Any, str, tuple[str, str]]] = {
     "model": ({"model": "host:nobody"}, MODEL, told(), ("completed", "")),
+    "fallbacks": ({"model": "nowhere:x"}, [MODEL], told(), ("completed", "")),
     "max_steps": ({"max_steps": 5}, 1, told(FETCH), ("failed", "max_steps_reached")),
     "on_limit": ({"max_steps": 1, "on_limit": "error"}, "final_answer", told(FETCH), ("completed", "")),
     "stop_when": ({"stop_when": [step_count_is(5)]}, has_tool_call("fetch"), told(FETCH), ("stop_condition", "")),

@@ -61,6 +61,8 @@ def _values(shape: Any, free: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     match shape:
         case shapes.AnyType():
             return free
+        case shapes.StrType(pattern=str(pattern)):
+            return st.builds(str.__add__, st.just(pattern.removeprefix("^")), TEXTS)
         case shapes.LiteralType():
             return st.sampled_from(shape.values)
         case shapes.TupleType():

@@ -7,9 +7,11 @@ everywhere. A message's `content` is a string or a list of parts; the parts form
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+
+from .keys import BLOB_PATTERN
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
@@ -85,7 +87,8 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """A value that stands under a key of its own because it is large; `key` is the suffix behind the partition."""
 
-    key: str
+    # What refers to another kind of key would have it read, kept and deleted in a blob's place.
+    key: Annotated[str, msgspec.Meta(pattern=BLOB_PATTERN)]
     bytes: int
     media_type: str | None = None
 

@@ -8,7 +8,8 @@ A letter is an entry of its partition's stream `dead`. Its fields:
 | `from`, `id` | the stream and the entry it was |
 | `attempts` | how often it was delivered before it was given up, earlier lives included |
 | `t`, `d` | type and body as they came; empty where `absent` names them |
-| `field:<name>` | any other field of the entry |
+| `field:<name>` | any other field of the entry, up to 100 |
+| `left_out` | how many more there were |
 | `displaced` | of a key that stood in place of a stream: where it is now; `t` is its type |
 
 Its name is `<partition>-<entry id>`.
@@ -39,6 +40,7 @@ _KEPT = (TYPE_FIELD, BODY_FIELD)
 _LETTERS_MAX = 100_000
 _VALUE_BYTES_MAX = 64 * 1024
 _ANSWER_TTL_MS = 300_000
+_OTHER_FIELDS_MAX = 100
 _NAME_HERE = "{letter}"
 
 
@@ -66,17 +68,18 @@ async def bury(
     is_acknowledged: bool = False,
 ) -> None:
     """Move a message of the coordinator's to the dead letters, once, and tell its sender. `origin` is what it reports
-    of, where that is the letter. With `is_acknowledged` a commit has taken it off its stream already."""
+    of, where that is the letter: its worker has completed that itself. With `is_acknowledged` a commit has taken it off
+    its stream already."""
     buried = origin or delivery
     fields = dict(buried.fields or {})
-    names: list[Argument] = [delivery.stream, keys.dead, buried.stream]
+    names: list[Argument] = [delivery.stream, keys.dead]
     head = tail = b""
     if refusal is not None:
         names.append(keys.answer(refusal.request_id))
         head, tail = _answer(refusal, reason)
     earlier = _number(fields.pop(ATTEMPTS_FIELD, b"0"))
     arguments: list[Argument] = [
-        COORDINATOR_GROUP, delivery.entry_id, buried.entry_id, _LETTERS_MAX, int(is_acknowledged), earlier, now_ms,
+        COORDINATOR_GROUP, delivery.entry_id, _LETTERS_MAX, int(is_acknowledged), earlier, now_ms,
         _ANSWER_TTL_MS, head, tail, f"{keys.partition}-", "reason", reason, "from", buried.stream, "id", buried.entry_id,
     ]  # fmt: skip
     await BURY_MESSAGE.run(engine, names, [*arguments, *_letter_fields(fields)])
@@ -109,9 +112,11 @@ def _letter_fields(fields: dict[bytes, bytes]) -> list[Argument]:
     absent = [name for name in _KEPT if name not in fields]
     if absent:
         written += ("absent", b" ".join(absent))
-    for name, value in fields.items():
-        if name not in _KEPT:
-            written += (b"field:" + name, value)
+    others = [(name, value) for name, value in fields.items() if name not in _KEPT]
+    for name, value in others[:_OTHER_FIELDS_MAX]:
+        written += (b"field:" + name, value)
+    if len(others) > _OTHER_FIELDS_MAX:
+        written += ("left_out", len(others) - _OTHER_FIELDS_MAX)
     return written
 
 

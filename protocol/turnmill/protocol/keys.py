@@ -16,6 +16,8 @@ from ulid import ULID
 
 COORDINATOR_GROUP = "coordinator"
 WORKER_GROUP = "workers"
+BLOB_PATTERN = "^blob:"
+"""What the name of a blob's key behind the partition matches."""
 _NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
 _SESSION = re.compile(r"[^\s{}]{1,256}\Z")
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"

@@ -45,9 +45,11 @@ OTHER_VARIABLES = frozenset(
         "AFTER",
         "AGENT",
         "ALL",
+        "API",
         "APP",
         "CHECK",
         "CONCURRENCY",
+        "CONTENT_TYPE",
         "DEMO_MODEL",
         "DETACH",
         "EVENTS",
@@ -62,8 +64,9 @@ OTHER_VARIABLES = frozenset(
         "MESSAGES",
         "MODE",
         "MODEL",
-        "ON_BUSY",
+        "NO_STREAM",
         "ONCE",
+        "ON_BUSY",
         "OPTION",
         "POOL",
         "QUEUE",
@@ -73,15 +76,17 @@ OTHER_VARIABLES = frozenset(
         "RESULT",
         "ROLE",
         "SESSION",
+        "SPLIT",
         "STATE",
+        "STATUS",
         "STEP",
         "SUB_TURNS",
         "TIMELINE",
         "TIMEOUT",
         "TURN",
+        "VALKEY_SERVER",
         "WAIT",
         "WATCH",
-        "VALKEY_SERVER",
     )
 )
 
@@ -255,7 +260,7 @@ class Settings(BaseSettings):
         8 * MEBIBYTE, description="bytes of the largest payload that is accepted; no message may have more than 64 MiB"
     )
     event_bytes_max: Bytes = Field(
-        64 * MEBIBYTE, description="bytes of live events that one attempt at a model call may publish"
+        64 * MEBIBYTE, description="bytes of live events that one attempt at a model or tool call may publish"
     )
     session_queue_max: Count = Field(100, description="messages that may wait in one session")
     dispatch_window: Count = Field(512, description="model tasks of one pool and partition that are in its stream")

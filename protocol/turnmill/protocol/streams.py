@@ -78,6 +78,7 @@ RENEW_LEASE = Script("renew_lease")
 SWAP_VALUE = Script("swap_value")
 FORK_SESSION = Script("fork_session")
 REMOVE_SESSION = Script("remove_session")
+RENUMBER_STREAM = Script("renumber_stream")
 
 
 class Delivery(NamedTuple):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from .blocking import connect_sync
     from .client import Client, connect
+    from .dead_letters import DeadLetter
     from .definitions import Agent, AgentHooks, TurnOptions, has_tool_call, step_count_is
     from .results import TurnResult
     from .sub_turns import SubTurnEvent
@@ -55,6 +56,7 @@ __all__ = [
     "Compaction",
     "ConfigurationError",
     "Cost",
+    "DeadLetter",
     "DefinitionError",
     "ErrorKind",
     "FilePart",
@@ -100,6 +102,7 @@ _HOMES = {
     "Compaction": _PROTOCOL + "specs",
     "ConfigurationError": _PROTOCOL + "errors",
     "Cost": _PROTOCOL + "content",
+    "DeadLetter": ".dead_letters",
     "DefinitionError": _PROTOCOL + "errors",
     "ErrorKind": _PROTOCOL + "errors",
     "FilePart": _PROTOCOL + "content",

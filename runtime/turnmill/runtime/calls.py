@@ -143,7 +143,7 @@ def dispatch_call(draft: Draft, turn: TurnState, call: CallState) -> None:
     start_by_ms = draft.now_ms + int(spec.start_timeout_seconds * 1000)
     call.status = CallStatus.RUNNING
     call.deadline_ms = call.due_ms = start_by_ms + int((timeout_seconds + GRACE_SECONDS) * 1000)
-    call.progress_sequence = 0
+    call.progress_sequence = call.progress_bytes = 0
     name = f"{turn.step}.{call.index}"
     task = ToolTask(
         session_id=draft.session_id,

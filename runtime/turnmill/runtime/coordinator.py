@@ -271,5 +271,8 @@ class Coordinator:
                     with contextlib.suppress(EngineError):
                         await self._displace()
                 await asyncio.sleep(0.2)
+            except Exception:  # what anybody wrote somewhere must not end what all depend on
+                _log.exception("a loop has failed, and goes on", loop=getattr(action, "__name__", "?"))
+                await asyncio.sleep(0.2)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), seconds * random.uniform(0.8, 1.2))

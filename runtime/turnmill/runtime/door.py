@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from turnmill.protocol.codec import (
+    BODY_BYTES_MAX,
     BODY_FIELD,
     MESSAGE_CODEC,
     TYPE_FIELD,
@@ -40,6 +41,7 @@ from turnmill.protocol.messages import (
     HandOff,
     ModelReply,
     StartTurn,
+    ToolProgress,
     ToolReply,
     UnreadableTask,
 )
@@ -54,6 +56,7 @@ _log = get_logger(__name__)
 REPLIES: dict[bytes, type[ModelReply] | type[ToolReply]] = {
     kind.type.encode(): kind for kind in (ModelReply, ToolReply)
 }
+_FROM_WORKERS = frozenset({*REPLIES, ToolProgress.type.encode(), UnreadableTask.type.encode()})
 _COMMANDS = frozenset(COMMANDS)
 _COMMAND_TYPES = frozenset(kind.type.encode() for kind in COMMANDS)
 Removal: TypeAlias = Callable[[], Awaitable[None]]
@@ -124,21 +127,25 @@ class Door:
         secret: bytes,
         count: Callable[[str], None],
         now_ms: Callable[[], int],
+        result_bytes_max: int = BODY_BYTES_MAX,
     ) -> None:
+        """What workers send may have `result_bytes_max` bytes."""
         self._engine = engine
         self._keys = keys
         self._partitions = partitions
         self.secret = secret
         self._count = count
         self._now_ms = now_ms
+        self._result_bytes_max = result_bytes_max
 
     def admit(self, delivery: Delivery) -> Arrived | Removal:
         """A readable message that may be decided on, or how to get rid of the entry."""
         source = Source(INBOX if delivery.stream == self._keys.inbox else RESULTS, delivery.entry_id)
         if delivery.fields is None:
             return self._drop(delivery, "deleted_while_pending")
-        message: Any = MESSAGE_CODEC.decode_fields(delivery.fields)
-        reason = self._objection(message, source)
+        reason = self._too_large(delivery.fields, source)
+        message: Any = None if reason is not None else MESSAGE_CODEC.decode_fields(delivery.fields)
+        reason = reason or self._objection(message, source)
         if reason is not None:
             return self._answer_in_place(delivery, source, reason) or self.bury(delivery, reason)
         if isinstance(message, UnreadableTask):
@@ -192,6 +199,16 @@ class Door:
             and partition_of_session(address.session_id, self._partitions) == self._keys.partition
         )
 
+    def _too_large(self, fields: Mapping[bytes, bytes], source: Source) -> str | None:
+        """Workers hold themselves to the limit; one that does not must not fill transcripts and channels."""
+        size = sum(map(len, fields.values()))
+        limit = self._result_bytes_max
+        if source.stream != RESULTS or size <= limit or fields.get(TYPE_FIELD, b"") not in _FROM_WORKERS:
+            return None
+        if fields[TYPE_FIELD] == UnreadableTask.type.encode() and size <= 2 * limit:
+            return None  # it repeats a task, in base64
+        return f"{size} bytes are above the limit of {limit} (TURNMILL_PAYLOAD_BYTES_MAX)"
+
     def _objection(self, message: object, source: Source) -> str | None:
         """Why an entry goes to the dead letters; None where it may be decided on."""
         if isinstance(message, Unreadable):
@@ -242,6 +259,10 @@ class Door:
         queue = report.stream.removeprefix(self._keys.base)
         if queue == report.stream or not is_task_queue(queue):
             return self.bury(delivery, f"{report.stream!r} is no task stream of partition {self._keys.partition}")
+        address = read_address(report.entry_body)
+        if address is not None and not self._is_genuine(address):
+            # Somebody would put it back into that stream some day, as a task of ours.
+            return self.bury(delivery, "it reports of a task that was not made here")
         fields = {TYPE_FIELD: report.entry_type.encode(), BODY_FIELD: report.entry_body}
         fields |= {name.encode(): value for name, value in report.entry_fields.items()}
         fields = {name: value for name, value in fields.items() if value or name not in (TYPE_FIELD, BODY_FIELD)}

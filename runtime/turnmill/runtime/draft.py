@@ -25,6 +25,7 @@ class Draft:
     __slots__ = (
         "discarded",
         "effects",
+        "event_bytes_max",
         "live",
         "losses_max",
         "new_turn",
@@ -35,13 +36,20 @@ class Draft:
     )
 
     def __init__(
-        self, state: SessionState, session_id: str, now_ms: int, plans: Mapping[str, Plan], losses_max: int
+        self,
+        state: SessionState,
+        session_id: str,
+        now_ms: int,
+        plans: Mapping[str, Plan],
+        losses_max: int,
+        event_bytes_max: int,
     ) -> None:
         self.state = state
         self.session_id = session_id
         self.now_ms = now_ms
         self.plans = plans
         self.losses_max = losses_max
+        self.event_bytes_max = event_bytes_max
         self.effects: list[Effect] = []
         self.live: str | None = None
         self.new_turn: str | None = None

@@ -21,6 +21,10 @@ from .directives import read_directives
 _SLOTS_SECONDS = 1.0
 
 
+QUEUES_MAX = 256
+"""Queues of one worker that anybody looks at."""
+
+
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as it registered itself. `queues` are stream names behind the partition, such as `tool:default`."""
 
@@ -71,7 +75,7 @@ async def read_fleet(engine: Engine, keys: Keys, settings: Settings) -> Fleet:
 
 async def _live_workers(engine: Engine, keys: Keys) -> list[WorkerEntry]:
     registered = pairs(await engine.call("HGETALL", keys.workers))
-    names = [name.decode() for name in registered]
+    names = [name.decode(errors="replace") for name in registered]
     alive = await asyncio.gather(*[engine.call("EXISTS", keys.partitions[0].alive(name)) for name in names])
     return [
         described(name, body)
@@ -138,7 +142,7 @@ async def list_processes(engine: Engine, keys: Keys, settings: Settings) -> list
     registered = pairs(await engine.call("HGETALL", keys.workers))
     directives = await read_directives(engine, keys)
     alive = {*fleet.coordinators, *(worker.id for worker in fleet.workers)}
-    entries = [described(name.decode(), body) for name, body in registered.items()]
+    entries = [described(name.decode(errors="replace"), body) for name, body in registered.items()]
     known = {entry.id for entry in entries}
     entries += [WorkerEntry(id=name, role="coordinator") for name in fleet.coordinators if name not in known]
     found = [
@@ -158,6 +162,7 @@ def described(name: str, body: bytes) -> WorkerEntry:
     """A worker of any language: what it registered is read with patience."""
     try:
         described: Any = msgspec.json.decode(body)
-        return msgspec.convert({**described, "id": name}, WorkerEntry)
-    except (msgspec.DecodeError, msgspec.ValidationError, TypeError):
+        entry = msgspec.convert({**described, "id": name}, WorkerEntry)
+        return msgspec.structs.replace(entry, queues=entry.queues[:QUEUES_MAX])
+    except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
         return WorkerEntry(id=name)

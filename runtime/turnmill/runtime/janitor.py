@@ -4,7 +4,6 @@ sessions have left; and in the registries, processes that were killed and agents
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Iterable
 
@@ -25,6 +24,8 @@ from .removals import remove_some
 _log = get_logger(__name__)
 _TURNS_MAX = 500
 _WORKER_SILENT_SECONDS = 3600.0
+REGISTERED_MAX = 10_000
+_ENTRY_BYTES_MAX = 64 * 1024
 _LOOK_SECONDS = (0.5, 30.0)
 REMOVE_SECONDS = 1.0
 """How often removals are looked for."""
@@ -115,23 +116,39 @@ async def trim_index(engine: Engine, keys: PartitionKeys, older_than_ms: int) ->
 
 
 async def forget_workers(engine: Engine, keys: Keys) -> int:
-    """Remove workers from the registry that were killed and have been silent for an hour; the number removed."""
+    """Remove from the registry who is gone; the number removed.
+
+    That is who has been silent for an hour, by the time that it wrote there itself. Who wrote none that can be is gone
+    without a sign of life. Anybody may write here who is a worker: beyond a size everybody is removed, and who lives
+    writes itself again with its next beat.
+    """
+    count: int = await engine.call("HLEN", keys.workers)
+    if count > REGISTERED_MAX:
+        _log.error("too many processes are registered: all are forgotten, the living ones come back", count=count)
+        await engine.call("UNLINK", keys.workers)
+        return count
     fields = pairs(await engine.call("HGETALL", keys.workers))
     seconds, _microseconds = await engine.call("TIME")
-    gone = [name for name, body in fields.items() if _seen_at(body) < int(seconds) - _WORKER_SILENT_SECONDS]
+    now = int(seconds)
+    seen_at = {name: None if len(body) > _ENTRY_BYTES_MAX else _seen_at(body) for name, body in fields.items()}
+    unclear = [name for name, at in seen_at.items() if at is None or at > now + _WORKER_SILENT_SECONDS]
+    sign = keys.partitions[0].alive("").encode()
+    alive = await asyncio.gather(*[engine.call("EXISTS", sign + name) for name in unclear])
+    gone = [name for name, is_alive in zip(unclear, alive, strict=True) if not is_alive]
+    gone += [name for name, at in seen_at.items() if at is not None and at < now - _WORKER_SILENT_SECONDS]
     if gone:
         await engine.call("HDEL", keys.workers, *gone)
-    left = {name.decode() for name in fields} - {name.decode() for name in gone}
+    left = {name.decode(errors="replace") for name in fields.keys() - set(gone)}
     for process_id in (await read_directives(engine, keys)).draining:
         if process_id not in left:  # one that was killed while it drained
             await forget_process(engine, keys, process_id)
     return len(gone)
 
 
-def _seen_at(body: bytes) -> float:
-    """What a worker of another language writes there is its own affair: without a time it stays."""
+def _seen_at(body: bytes) -> float | None:
+    """When a worker was there last; None where it did not say. What one of another language writes is its own affair."""
     try:
         seen_at = msgspec.json.decode(body)["seen_at"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return math.inf
-    return float(seen_at) if isinstance(seen_at, int | float) else math.inf
+        return float(seen_at) if isinstance(seen_at, int | float) else None
+    except (msgspec.DecodeError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
+        return None

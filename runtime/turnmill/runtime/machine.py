@@ -111,6 +111,8 @@ class Limits(NamedTuple):
     losses_max: int = LOSSES_MAX
     session_ttl_ms: int = 0
     """How long an idle session is kept; 0: until it is deleted."""
+    event_bytes_max: int = 64 * 1024 * 1024
+    """What one attempt at a tool call may say of its progress."""
 
 
 def advance(
@@ -122,7 +124,7 @@ def advance(
     limits: Limits = Limits(),  # noqa: B008  # immutable
 ) -> Decision:
     """Decide on one message. `plans` holds the plans that `state.plan_ids` and the message name."""
-    draft = Draft(copy_state(state), session_id, now_ms, plans, limits.losses_max)
+    draft = Draft(copy_state(state), session_id, now_ms, plans, limits.losses_max, limits.event_bytes_max)
     _decide(draft, message, limits)
     if draft.discarded is not None:
         return Decision(state, draft.effects, discarded=draft.discarded)

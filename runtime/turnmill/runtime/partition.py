@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from turnmill.protocol.acknowledgement import Acknowledgement
-from turnmill.protocol.connection import Engine
+from turnmill.protocol.connection import Argument, Engine
 from turnmill.protocol.dead_letters import displace_wrong_keys, is_wrong_type
 from turnmill.protocol.errors import EngineError, EngineReplyError, EngineUnavailable, ErrorKind
 from turnmill.protocol.keys import (
@@ -27,7 +28,7 @@ from turnmill.protocol.messages import Answer, DeliveryLost, ModelReply
 from turnmill.protocol.namespace import ServerClock
 from turnmill.protocol.settings import Settings
 from turnmill.protocol.specs import Plan, provider_of
-from turnmill.protocol.streams import Delivery, create_groups, is_group_missing, is_transient
+from turnmill.protocol.streams import RENUMBER_STREAM, Delivery, create_groups, is_group_missing, is_transient
 
 from .admission import Admission, load_changes
 from .dispatch import DispatchWindow
@@ -42,6 +43,7 @@ from .telemetry import RuntimeTelemetry
 
 _log = get_logger(__name__)
 _CACHED_SESSIONS_MAX = 20_000
+_DAY_MS = 86_400_000
 _CACHED_PLANS_MAX = 2_000
 _TIMER_OVERDUE_MS = 5_000
 """A timer that has not fired by then is gone."""
@@ -58,6 +60,10 @@ def _known_turn(state: SessionState, start: Start) -> Decision:
 def new_writer() -> str:
     """A name for one ownership of a partition, in the versions that it writes."""
     return secrets.token_hex(4)
+
+
+def _time_of(entry_id: bytes) -> int:
+    return int(entry_id[: entry_id.index(b"-")])
 
 
 class Partition:
@@ -79,7 +85,10 @@ class Partition:
         self.number = number
         self._engine = engine
         self._clock = clock
-        self._limits = Limits(settings.session_queue_max, settings.max_attempts, (settings.session_ttl or 0) * 1000)
+        session_ttl_ms = (settings.session_ttl or 0) * 1000
+        self._limits = Limits(
+            settings.session_queue_max, settings.max_attempts, session_ttl_ms, settings.event_bytes_max
+        )
         self._store = Store(engine, self.keys, secret, Retention.of(settings), settings.wire, new_writer())
         self._store.acknowledgement = Acknowledgement.of(settings)
         self._registry = Registry(engine, keys, settings.plan_ttl, settings.agent_ttl)
@@ -96,7 +105,9 @@ class Partition:
         self.in_flight: set[tuple[str, bytes]] = set()
         self.counters: dict[str, int] = {}
         self._telemetry = RuntimeTelemetry()
-        self._door = Door(engine, self.keys, len(keys.partitions), secret, self._count, clock.now_ms)
+        self._door = Door(
+            engine, self.keys, len(keys.partitions), secret, self._count, clock.now_ms, settings.payload_bytes_max
+        )
 
     def forget(self) -> None:
         """Drop what is cached: another owner may have written since."""
@@ -177,10 +188,21 @@ class Partition:
             await self._handle(deliveries, previous, batch, given_up)
             if self.window.has_backlog:
                 await self._retrying(self.window.refill)
+            await self._renumber(
+                {d.stream for d in deliveries if _time_of(d.entry_id) > self._clock.now_ms() + _DAY_MS}
+            )
         finally:
             self._hold_back(batch, set())
             self.in_flight.difference_update((delivery.stream, delivery.entry_id) for delivery in deliveries)
             done.set_result(None)
+
+    async def _renumber(self, streams: set[str]) -> None:
+        """Whoever may append may choose an id. One of the far future leaves no room for others, so the stream is made anew."""
+        for stream in streams:
+            _log.error("a stream had ids of the future, and gets new ones", stream=stream)
+            self._count("renumbered_streams")
+            arguments: list[Argument] = [COORDINATOR_GROUP, self._clock.now_ms() + _DAY_MS]
+            await self._retrying(partial(RENUMBER_STREAM.run, self._engine, [stream], arguments))
 
     async def _handle(
         self,

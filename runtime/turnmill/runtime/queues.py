@@ -86,7 +86,9 @@ async def known_queues(engine: Engine, keys: Keys, fleet: Fleet) -> set[str]:
 async def registered_queues(engine: Engine, keys: Keys) -> set[str]:
     """Every queue that a tool names, or a worker, alive or not."""
     workers = pairs(await engine.call("HGETALL", keys.workers))
-    served = {queue for name, body in workers.items() for queue in described(name.decode(), body).queues}
+    served = {
+        queue for name, body in workers.items() for queue in described(name.decode(errors="replace"), body).queues
+    }
     return await _queues_of_tools(engine, keys) | {name for name in served if is_task_queue(name)}
 
 
@@ -95,7 +97,7 @@ async def _queues_of_tools(engine: Engine, keys: Keys) -> set[str]:
     for body in pairs(await engine.call("HGETALL", keys.tools)).values():
         try:
             queues.add(tool_queue(msgspec.json.decode(body, type=ToolSpec).queue))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             continue  # of a newer version
     return queues
 

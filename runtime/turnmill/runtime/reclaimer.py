@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from turnmill.protocol.codec import TASK_CODEC, encode_body
-from turnmill.protocol.connection import Engine, pairs
+from turnmill.protocol.connection import Argument, Engine, pairs
 from turnmill.protocol.dead_letters import is_wrong_type
 from turnmill.protocol.errors import EngineReplyError
 from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP, Keys, pool_of_queue
@@ -40,6 +40,7 @@ _ALONE_FROM = 2
 """Deliveries from which on an entry of a lost coordinator is handled alone."""
 _UNDELIVERED_MAX = 1000
 WAITING_AFTER_MS = 2000
+_ANY_BYTES = "surrogateescape"
 
 
 def _in_order(entry_id: bytes) -> tuple[int, int]:
@@ -61,6 +62,11 @@ def _groups(pending: list[Any]) -> Iterator[tuple[list[bytes], int]]:
         yield [entry_id], deliveries
     if together:
         yield together, 1
+
+
+def _raw(name: str) -> bytes:
+    """A worker may call itself anything, also what is no text."""
+    return name.encode("utf-8", _ANY_BYTES)
 
 
 class Reclaimer:
@@ -115,7 +121,9 @@ class Reclaimer:
 
     async def _claim_all(self, partition: Partition, stream: str, consumer: str) -> None:
         while True:
-            pending = await self._engine.call("XPENDING", stream, COORDINATOR_GROUP, "-", "+", _CLAIM_MAX, consumer)
+            pending = await self._engine.call(
+                "XPENDING", stream, COORDINATOR_GROUP, "-", "+", _CLAIM_MAX, _raw(consumer)
+            )
             if not pending:
                 return
             for ids, deliveries in _groups(pending):
@@ -155,16 +163,16 @@ class Reclaimer:
                     break
 
     async def _take(self, partition: Partition, stream: str, consumer: str, *, forget: bool) -> int:
-        names: list[str] = [stream, partition.keys.results, partition.keys.alive(consumer)]
-        arguments: list[str | int] = [WORKER_GROUP, consumer, self._liveness_ms, _TAKE_MAX, int(forget)]
+        names: list[Argument] = [stream, partition.keys.results, _raw(partition.keys.alive(consumer))]
+        arguments: list[Argument] = [WORKER_GROUP, _raw(consumer), self._liveness_ms, _TAKE_MAX, int(forget)]
         taken: int = await TAKE_LOST_DELIVERY.run(self._engine, names, arguments)
         if taken > 0:
             partition.counters["lost_deliveries"] = partition.counters.get("lost_deliveries", 0) + taken
         return taken
 
     async def _forget_consumer(self, partition: Partition, stream: str, group: str, consumer: str) -> None:
-        names = [stream, partition.keys.results, partition.keys.alive(consumer)]
-        await TAKE_LOST_DELIVERY.run(self._engine, names, [group, consumer, self._liveness_ms, 0, 1])
+        names: list[Argument] = [stream, partition.keys.results, _raw(partition.keys.alive(consumer))]
+        await TAKE_LOST_DELIVERY.run(self._engine, names, [group, _raw(consumer), self._liveness_ms, 0, 1])
 
     async def _find_waiting(self, partition: Partition, stream: str) -> None:
         groups = await self._engine.call("XINFO", "GROUPS", stream)
@@ -199,5 +207,6 @@ class Reclaimer:
         reply = await self._engine.call("XINFO", "CONSUMERS", stream, group)
         consumers = [pairs(item) for item in reply]
         return [
-            {"name": item[b"name"].decode(), "pending": item[b"pending"], "idle": item[b"idle"]} for item in consumers
+            {"name": item[b"name"].decode("utf-8", _ANY_BYTES), "pending": item[b"pending"], "idle": item[b"idle"]}
+            for item in consumers
         ]

@@ -26,6 +26,7 @@ _REMEDIES = {
     "OOM": "its memory is full; raise its maxmemory, or delete sessions",
     "MISCONF": "it cannot save its data; look at its disk and its log",
     "NOREPLICAS": "it misses replicas (min-replicas-to-write)",
+    "READONLY": "it is a replica; TURNMILL_REDIS_URL must lead to the primary",
 }
 
 

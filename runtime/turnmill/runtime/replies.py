@@ -21,7 +21,7 @@ from turnmill.protocol.messages import (
 
 from . import pairing
 from .calls import dispatch_call, end_call, note_progress, sub_turn_ended
-from .draft import Draft
+from .draft import Draft, encode_json
 from .endings import end_if_stopped, fail_turn, plan_lost, settle_stopped
 from .flow import advance_turn, reply_arrived
 from .hook_calls import hook_answered, hook_lost, hook_waiting, is_for_hook
@@ -29,6 +29,10 @@ from .model_failures import model_failed
 from .state import CallState, CallStatus, TurnPhase, TurnState
 from .steps import end_compaction, keep_partial, retry_model
 
+_EVENT_BYTES = 200
+"""What an event has beside what is said in it, about."""
+RETRY_AFTER_SECONDS_MAX = 3600.0
+"""How long a tool may put its next attempt off."""
 _WITH_CALLS = (TurnPhase.TOOLS, TurnPhase.SUSPENDED, TurnPhase.ABORTING)
 
 
@@ -73,7 +77,7 @@ def tool_reply(draft: Draft, reply: ToolReply) -> None:
         if call.failures < plan.tools[call.tool_call.name].max_attempts:
             call.status = CallStatus.BACKOFF
             delay_ms = draft.backoff_ms(plan.agent.retry, call.failures)
-            call.due_ms = draft.now_ms + max(delay_ms, int((reply.error.retry_after_seconds or 0) * 1000))
+            call.due_ms = draft.now_ms + max(delay_ms, _retry_after_ms(reply.error))
             return None
     result = reply.result
     if result is None:
@@ -81,6 +85,11 @@ def tool_reply(draft: Draft, reply: ToolReply) -> None:
         result = pairing.error_result(call.tool_call, f"execution failed ({text})")
     end_call(draft, turn, call, result, reply.duration_seconds)
     return advance_turn(draft, turn)
+
+
+def _retry_after_ms(error: ErrorInfo) -> int:
+    asked = error.retry_after_seconds or 0.0
+    return int(min(asked, RETRY_AFTER_SECONDS_MAX) * 1000) if asked > 0 else 0  # MessagePack has NaN, too
 
 
 def _stopped_call(draft: Draft, turn: TurnState, call: CallState, reply: ToolReply) -> None:
@@ -126,7 +135,11 @@ def tool_progress(draft: Draft, progress: ToolProgress) -> None:
     if not fits:
         return draft.discard("stale_progress")
     assert turn is not None and call is not None
+    size = len(progress.message) + len(encode_json(progress.data)) + _EVENT_BYTES
+    if call.progress_bytes + size > draft.event_bytes_max:
+        return draft.discard("progress_over_limit")
     call.progress_sequence = progress.sequence
+    call.progress_bytes += size
     if draft.plan_of(turn) is not None:
         note_progress(draft, turn, call)
     draft.publish(

@@ -87,6 +87,8 @@ class CallState(msgspec.Struct, array_like=True):
     is_approved: bool = False
     child_turn_id: str = ""
     """The sub-turn that answers the call."""
+    progress_bytes: int = 0
+    """What this attempt has said of its progress."""
 
 
 class Steering(msgspec.Struct, array_like=True, frozen=True):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.llm_bench import LLMBench, agent_plan
+from support.providers import openai_chat
 from support.replay_server import Answer, ReplayServer
 from support.waiting import wait_until_async
 from turnmill.protocol.blobs import with_blobs
@@ -32,7 +33,6 @@ from turnmill.protocol.settings import ModelPrice
 from turnmill.protocol.specs import OutputSpec, Reasoning, ToolSpec
 from turnmill.workers.providers.base import ProviderError, ProviderRequest, Streamed
 from turnmill.workers.providers.http_client import HttpClient
-from turnmill.workers.providers.openai_chat import OpenAIChat
 from turnmill.workers.providers.scripted import Call, Reply, Script
 
 USER = Message(role="user", content="Weather?")
@@ -114,7 +114,7 @@ async def test_stopping_closes_the_providers_connection(bench: LLMBench) -> None
     chunk = b'data: {"choices":[{"delta":{"content":"Hello"}}],"usage":{"prompt_tokens":7,"completion_tokens":1}}\n\n'
     client = HttpClient()
     await bench.write(USER)
-    async with ReplayServer() as server, bench.models(openai=OpenAIChat(server.url, None, client)):
+    async with ReplayServer() as server, bench.models(openai=openai_chat(server.url, None, client)):
         server.reply(Answer(chunks=[chunk], ending="stay_open"))
         await bench.ask(agent_plan("openai:mine"))
         await wait_until_async(bench.published)

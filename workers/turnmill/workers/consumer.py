@@ -69,6 +69,7 @@ _HAND_BACK_IDLE_MS = 3_600_000
 _AGAIN_SECONDS = 0.1
 """An engine that is reachable and refuses (memory, loading) is not asked again at full speed."""
 _LIVENESS_POLL_SECONDS = 0.01
+_FOUND_MAX = 1000
 
 
 class Consumer:
@@ -103,6 +104,8 @@ class Consumer:
         self._queues = list(queues)
         self._held: dict[tuple[str, bytes], Held] = {}
         self._suspects: set[tuple[str, bytes]] = set()
+        self._found: dict[tuple[str, bytes], None] = {}
+        """What was found pending and started, the newest: the reply that it was first read in may still come."""
         self._slot_free = asyncio.Event()
         self._stop = asyncio.Event()
         self._completer = Completer(engine, Acknowledgement.of(settings))
@@ -224,8 +227,11 @@ class Consumer:
         return owned
 
     def _accept(self, delivery: Delivery) -> None:
-        if (delivery.stream, delivery.entry_id) in self._held:
-            return  # found pending meanwhile
+        name = delivery.stream, delivery.entry_id
+        if name not in self._held and name not in self._found:  # else found pending meanwhile, and maybe done
+            self._start(delivery)
+
+    def _start(self, delivery: Delivery) -> None:
         held = Held(delivery, self._streams[delivery.stream], self._task(delivery.fields))
         self._held[delivery.stream, delivery.entry_id] = held
         held.waiter = asyncio.get_running_loop().create_task(self._run_one(held))
@@ -394,8 +400,14 @@ class Consumer:
         self._suspects = unknown - again
         for stream, entry_id in again:
             self._count("found_pending")
-            if (stream, entry_id) not in self._held and not self._stop.is_set():
-                self._accept(await read_entry(self._engine, stream, entry_id))
+            if (stream, entry_id) in self._held or self._stop.is_set():
+                continue
+            delivery = await read_entry(self._engine, stream, entry_id)
+            if (stream, entry_id) not in self._held:
+                self._found[stream, entry_id] = None
+                self._start(delivery)
+        while len(self._found) > _FOUND_MAX:
+            del self._found[next(iter(self._found))]
         if trouble is not None:
             raise trouble
 

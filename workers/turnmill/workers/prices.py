@@ -18,9 +18,10 @@ from turnmill.protocol.content import Cost, Usage
 from turnmill.protocol.logs import get_logger
 from turnmill.protocol.settings import ModelPrice, Settings
 
+from .providers.registry import base_urls
+
 _log = get_logger(__name__)
 _MILLION = Decimal(1_000_000)
-_OPENAI_BASE_URL = "https://api.openai.com/v1"
 
 
 class Prices:
@@ -35,10 +36,7 @@ class Prices:
 
     @classmethod
     def from_settings(cls, settings: Settings, environment: Mapping[str, str] = os.environ) -> Prices:
-        endpoints = {"openai": environment.get("OPENAI_BASE_URL") or _OPENAI_BASE_URL}
-        for name, endpoint in settings.providers.items():
-            endpoints[name] = endpoint.base_url or _OPENAI_BASE_URL
-        return cls(settings.prices, endpoints)
+        return cls(settings.prices, base_urls(settings, environment))
 
     def load_for(self, prefixes: list[str]) -> None:
         """Import the price list now, where one of these providers may need it: that takes a third of a second."""

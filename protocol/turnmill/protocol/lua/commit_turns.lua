@@ -43,7 +43,7 @@ local function put(command, key, ...)
   if type(reply) ~= 'table' or not reply.err then return reply end
   if not string.find(reply.err, 'WRONGTYPE', 1, true) then error(reply) end
   local base, kind = string.match(K[1], '^(.*})') .. ':', call('TYPE', key).ok
-  local kept = base .. 'displaced:' .. string.sub(key, #base + 1) .. ':' .. call('INCR', base .. 'displaced')
+  local kept = base .. 'displaced:' .. string.sub(key, #base + 1) .. ':' .. now
   call('RENAME', key, kept)
   call('PEXPIRE', kept, 604800000)
   redis.pcall('XADD', base .. 'dead', '*', 'attempts', 1, 'reason', 'a ' .. kind .. ' stood in the way of ' .. command,

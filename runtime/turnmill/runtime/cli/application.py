@@ -68,6 +68,10 @@ _GROUPS = {
         },
     ),
     "tool": ("Look at tools.", {"ls": ("tool_listing", "list_tools", "List registered tools with their policies.")}),
+    "provider": (
+        "See what becomes of a provider's answers.",
+        {"decode": ("provider", "decode", "Print what a worker makes of recorded response bodies.")},
+    ),
     "schema": (
         "The wire's JSON Schemas.",
         {"export": ("schema", "export", "Write the JSON Schemas of messages, events and specs into DIR.")},

@@ -14,7 +14,8 @@ from .openai_chat_calls import CallBuilder
 
 
 class Answer:
-    """One answer as far as it was read. `failure` is set where it cannot become whole."""
+    """One answer as far as it was read. `failure` is set where it cannot become whole. What watchers
+    were told shows that it has begun; `has_begun` is for formats that begin without telling anything."""
 
     def __init__(self, request: ProviderRequest, provider_name: str) -> None:
         self._request = request
@@ -26,6 +27,7 @@ class Answer:
         self.cost: Cost | None = None
         self.is_done = False
         self.failure: ProviderError | None = None
+        self.has_begun = False
 
     @property
     def is_finished(self) -> bool:

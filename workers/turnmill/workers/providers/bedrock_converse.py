@@ -78,6 +78,10 @@ class Reply:
         return self._answered.failure
 
     @property
+    def has_begun(self) -> bool:
+        return self._answered.has_begun
+
+    @property
     def is_finished(self) -> bool:
         return self._answered.is_finished
 

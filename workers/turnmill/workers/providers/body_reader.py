@@ -32,6 +32,9 @@ class _Answer(Protocol):
     def failure(self) -> ProviderError | None: ...
 
     @property
+    def has_begun(self) -> bool: ...
+
+    @property
     def is_finished(self) -> bool: ...
 
     @property
@@ -71,6 +74,10 @@ class _Reader:
     @property
     def failure(self) -> ProviderError | None:
         return self._answer.failure
+
+    @property
+    def has_begun(self) -> bool:
+        return self._answer.has_begun
 
     @property
     def is_finished(self) -> bool:

@@ -22,6 +22,7 @@ from .format import Endpoint
 from .host import HostProvider
 from .http_client import HttpClient
 from .http_provider import HttpProvider
+from .pydantic_ai_model import PREFIX, open_pydantic_ai
 from .registry import (
     PROVIDERS,
     api_names,
@@ -46,6 +47,9 @@ def build_providers(
     models = list(models)
     if models:
         providers["host"] = HostProvider(models)
+    pydantic_ai = open_pydantic_ai()
+    if pydantic_ai is not None:
+        providers[PREFIX] = pydantic_ai
     client = HttpClient()
     for name, known in PROVIDERS.items():
         found = known_endpoint(name, environment)

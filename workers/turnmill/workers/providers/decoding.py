@@ -80,7 +80,7 @@ def _decode_answer(wire_format: WireFormat, chunks: Iterable[bytes], streaming: 
         completed = reply.completed()
     except ProviderError as error:
         info = error.info
-    return _describe(live, reply.usage, completed, info)
+    return _describe(live, reply, completed, info)
 
 
 def read_events(reply: Reply, chunks: Iterable[bytes]) -> Iterable[Live]:
@@ -97,9 +97,7 @@ def read_events(reply: Reply, chunks: Iterable[bytes]) -> Iterable[Live]:
         raise reply.failure
 
 
-def _describe(
-    live: list[Live], usage: Usage | None, completed: Completed | None, info: ErrorInfo | None
-) -> dict[str, Any]:
+def _describe(live: list[Live], reply: Reply, completed: Completed | None, info: ErrorInfo | None) -> dict[str, Any]:
     told: dict[str, Any] = {"text": "".join(event.text for event in live if isinstance(event, TextDelta))}
     reasoning = "".join(event.text or "" for event in live if isinstance(event, ReasoningDelta))
     if reasoning:
@@ -107,10 +105,10 @@ def _describe(
     finished = completed.message.tool_calls if completed is not None else []
     told["tool_calls"] = [_call(position, call, finished) for position, call in enumerate(_calls_of(live))]
     told["finish"] = completed.finish_reason if completed is not None else "error"
-    if usage is not None:
-        told["usage"] = _usage(usage)
+    if reply.usage is not None:
+        told["usage"] = _usage(reply.usage)
     if info is not None:
-        told["error"] = _error(info, midstream=bool(live))
+        told["error"] = _error(info, midstream=bool(live) or reply.has_begun)
     return told
 
 

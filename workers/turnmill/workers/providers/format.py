@@ -38,6 +38,7 @@ class HttpCall(msgspec.Struct, frozen=True, kw_only=True):
 class Reply(Protocol):
     """One answer as far as it was read. Whatever pieces the bytes come in, the events and the end are the same.
 
+    `has_begun` says that an answer had begun before its failure, although watchers were told nothing of it.
     `is_finished` says that the answer is whole, though usage may follow; `is_done` that nothing will follow. `failure`
     is what the provider reported in its bytes: it is set, not raised, so that what came before it is still told.
     """
@@ -50,6 +51,9 @@ class Reply(Protocol):
 
     @property
     def failure(self) -> ProviderError | None: ...
+
+    @property
+    def has_begun(self) -> bool: ...
 
     @property
     def is_finished(self) -> bool: ...

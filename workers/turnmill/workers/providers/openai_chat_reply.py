@@ -84,6 +84,7 @@ class Reply:
         self._model = ""
         self._choice_seen = False
         self.is_done = False
+        self.has_begun = False
         self.failure: ProviderError | None = None
 
     @property
@@ -99,6 +100,7 @@ class Reply:
             return []
         if not data:
             return []
+        self.has_begun = self._choice_seen
         if event.name == b"error":
             return self._fail(read_problem_body(data))
         return self._take_json(data)
@@ -112,6 +114,7 @@ class Reply:
     def completed(self) -> Completed:
         """The whole answer. Raises `ProviderError` where the stream ended before the answer did."""
         if not self.is_finished:
+            self.has_begun = self._choice_seen
             where = "in the middle of the answer" if self._parts else "before the answer began"
             raise _broken(f"the stream ended {where}, without a finish reason")
         parts = [self._finish_part(part) for part in self._parts]

@@ -45,6 +45,7 @@ class KnownProvider(msgspec.Struct, frozen=True, kw_only=True):
 APIS: dict[str, Api] = {
     "openai-chat": Api(format="openai_chat:OpenAIChat", short="openai"),
     "openai-responses": Api(format="openai_responses:OpenAIResponses", short="responses"),
+    "anthropic-messages": Api(format="anthropic:AnthropicMessages", short="anthropic"),
     "gemini": Api(format="gemini:Gemini"),
     "bedrock-converse": Api(
         format="bedrock_converse:BedrockConverse", short="bedrock", signer="bedrock_signer:open_signer"
@@ -64,6 +65,12 @@ PROVIDERS: dict[str, KnownProvider] = {
         base_url="https://api.openai.com/v1",
         key_variables=("OPENAI_API_KEY",),
         base_url_variable="OPENAI_BASE_URL",
+    ),
+    "anthropic": KnownProvider(
+        api="anthropic-messages",
+        base_url="https://api.anthropic.com",
+        key_variables=("ANTHROPIC_API_KEY",),
+        base_url_variable="ANTHROPIC_BASE_URL",
     ),
     "google": KnownProvider(
         api="gemini",
