@@ -24,6 +24,14 @@ async def send(value: str, context: ToolContext, until: str = "") -> str:
     return f"{value} sent"
 
 
+@tool(queue="honest", timeout=10)
+async def keep(value: str, until: str = "") -> str:
+    """Of another queue than the others; with `until` it waits for a file of that name."""
+    while until and not await asyncio.to_thread(Path(until).exists):
+        await asyncio.sleep(0.01)
+    return f"{value} kept"
+
+
 @tool(queue="mail")
 async def tally(value: str, context: ToolContext) -> int:
     """Counts in the session's values, by compare and swap."""
@@ -43,7 +51,7 @@ async def look(event: StepStartEvent) -> StepControl | None:
     return StepControl(stop=True, stop_reason="empty") if not event.messages else None
 
 
-guarded = Agent("guarded", "scripted:plan", tools=[send, tally, bulk])
+guarded = Agent("guarded", "scripted:plan", tools=[send, tally, bulk, keep])
 watched = Agent(
     "watched", "scripted:plan", tools=[send, tally, bulk, "count_letters"], hooks=AgentHooks(before_step=look)
 )

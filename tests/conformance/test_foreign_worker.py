@@ -97,7 +97,8 @@ async def test_it_registers_its_tools_and_its_life(stage: Stage) -> None:
     await start_worker(stage)
     spec = json.loads(await stage.redis.hget(stage.keys.tools, "count_letters"))
     assert ToolSpec(**spec).queue == "foreign" and ToolSpec(**spec).retry_when_lost
-    (worker_id,) = [name for name in await stage.redis.hkeys(stage.keys.workers) if name.startswith(b"foreign-")]
+    registered = await stage.redis.hgetall(stage.keys.workers)
+    (worker_id,) = [name for name, body in registered.items() if json.loads(body).get("language") == "any"]
     for keys in stage.keys.partitions:
         assert 0 < await stage.redis.pttl(keys.alive(worker_id.decode())) <= 1500
 

@@ -24,6 +24,7 @@ from turnmill.protocol.codec import encode_body
 from turnmill.protocol.content import ToolCall, ToolResult
 from turnmill.protocol.keys import WORKER_GROUP, partition_of_session
 from turnmill.protocol.messages import ToolReply, ToolTask
+from turnmill.protocol.namespace import make_token, read_secret
 from turnmill.protocol.specs import AgentSpec, Plan, ToolSpec
 from turnmill.protocol.streams import TAKE_LOST_DELIVERY, Delivery
 from turnmill.runtime import Agent, door
@@ -250,7 +251,7 @@ class Frozen:
         self.keys = stage.keys.of_session(SESSION)
         self.stream = self.keys.tool("frozen")
         self.thawed = asyncio.Event()
-        from turnmill.workers import consumer as module
+        from turnmill.protocol import streams as module
 
         original = module.GroupReader.read
 
@@ -387,7 +388,8 @@ async def test_broken_messages_become_dead_letters(valkey_url: str, namespace: s
                 entry = {name: kind if value == "{type}" else value for name, value in fields.items()}
                 await stage.redis.xadd(stream, entry)
                 sent.append((stream.encode(), entry.get("d", b"")))
-        for stream, body, kind in misplaced(stage):
+        secret = await read_secret(stage.client.engine, stage.keys)
+        for stream, body, kind in misplaced(stage, secret):
             await stage.redis.xadd(stream, {"t": kind, "d": body})
             sent.append((stream.encode(), body))
 
@@ -404,14 +406,17 @@ async def test_broken_messages_become_dead_letters(valkey_url: str, namespace: s
         await stage.assert_idle()
 
 
-def misplaced(stage: Stage) -> list[tuple[str, bytes, str]]:
+def misplaced(stage: Stage, secret: bytes) -> list[tuple[str, bytes, str]]:
     """Messages that are whole, in streams where they do not belong."""
     keys = stage.keys.of_session(SESSION)
     other = next(partition_ for partition_ in stage.keys.partitions if partition_ is not keys)
-    address = {"session_id": SESSION, "turn_id": f"t{keys.partition}-{'0' * 26}", "call": "1", "attempt": 1}
+    turn_id = f"t{keys.partition}-{'0' * 26}"
+    address = {"session_id": SESSION, "turn_id": turn_id, "call": "1", "attempt": 1}
+    address["token"] = make_token(secret, turn_id, "1", 1)
     model_task = {**address, "agent_id": "a", "plan": "p", "step_number": 1, "messages": 1, "deadline_ms": 1}
     tool_task = {
-        **address, "call": "1.0", "tool": "once", "tool_call_id": "c", "arguments": {}, "agent_id": "a",
+        **address, "call": "1.0", "token": make_token(secret, turn_id, "1.0", 1), "tool": "once",
+        "tool_call_id": "c", "arguments": {}, "agent_id": "a",
         "step_number": 1, "idempotency_key": "k", "timeout_seconds": 1, "start_by_ms": 2**50, "deadline_ms": 2**50,
     }  # fmt: skip
     start = {"turn_id": f"t{keys.partition}-{'1' * 26}", "session_id": SESSION, "agent": "worker", "messages": []}

@@ -259,6 +259,8 @@ def _command(path: Path, port: int) -> list[str]:
         *("--unixsocket", _socket_path(path, create=True), "--unixsocketperm", "700"),
         *("--dir", str(path), "--save", "", "--appendonly", "yes", "--appendfsync", "everysec"),
         *("--maxmemory-policy", "noeviction", "--daemonize", "no", "--logfile", ""),
+        # A reader that does not read is dropped early: it reads on from the stream when it wakes up.
+        *("--client-output-buffer-limit", "pubsub", "8mb", "2mb", "10"),
     ]
 
 

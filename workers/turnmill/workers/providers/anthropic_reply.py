@@ -126,7 +126,10 @@ class Reply(Answer):
         """The whole answer. Raises `ProviderError` where the stream ended before the answer did."""
         if not self.is_finished:
             raise self._cut_off(began=bool(self._blocks), missing="a stop reason")
-        parts = [part for block in self._blocks.values() for part in self._parts(block)]
+        blocks = list(self._blocks.values())
+        if any(block.says for block in blocks):
+            blocks = [block for block in blocks if block.says or block.kind != "text"]  # the answer is the tool's input
+        parts = [part for block in blocks for part in self._parts(block)]
         if self._container:
             parts.append(ReasoningPart(provider=self._provider_name, data={CONTAINER: self._container}))
         finish = _FINISH_BY_WORD.get(self._finish_word, "other") if self._finish_word else "stop"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from turnmill.protocol.content import ErrorInfo, Message, ReasoningPart
+from turnmill.protocol.content import ErrorInfo, Message
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.specs import Reasoning, ToolSpec
 
@@ -70,13 +70,17 @@ def build_body(request: ProviderRequest, provider_name: str) -> Json:
 
 def _mark_what_stays(body: Json) -> None:
     """At most three marks; the API takes four."""
-    if body["system"]:
-        body["system"][-1]["cache_control"] = _KEPT
-    elif body["tools"]:
-        body["tools"][-1] = {**body["tools"][-1], "cache_control": _KEPT}
+    if isinstance(body["system"], list):
+        _mark_last(body["system"])
+    elif body["system"] is None and body["tools"]:
+        _mark_last(body["tools"])
     asked = [message for message in body["messages"] if message["role"] == "user"]
     for message in asked[-2:]:
-        message["content"][-1] = {**message["content"][-1], "cache_control": _KEPT}
+        _mark_last(message["content"])
+
+
+def _mark_last(blocks: list[Json]) -> None:
+    blocks[-1] = {**blocks[-1], "cache_control": _KEPT}
 
 
 def _build_system(request: ProviderRequest) -> list[Json] | None:
@@ -209,9 +213,7 @@ def _build_output_config(request: ProviderRequest, effort: str | None) -> Json |
 def _container(messages: list[Message], provider_name: str) -> str | None:
     """Where the provider runs code for the calls that are being answered."""
     answer = next((message for message in reversed(messages) if message.role == "assistant"), None)
-    if answer is None or (messages[-1].role == "user" and messages[-1] is not answer):
+    if answer is None or messages[-1].role == "user":
         return None
-    for part in answer.reasoning:
-        if isinstance(part, ReasoningPart) and part.provider == provider_name and CONTAINER in part.data:
-            return str(part.data[CONTAINER])
-    return None
+    own = [part.data for part in answer.reasoning if part.provider == provider_name and CONTAINER in part.data]
+    return str(own[-1][CONTAINER]) if own else None

@@ -94,8 +94,16 @@ class WireFormat(Protocol):
 
 
 def read_refusal(status: int, headers: Mapping[str, str], body: bytes, now: float) -> ErrorInfo:
-    """What most APIs say with a status: JSON with an error object, and the time to wait in a header."""
-    return error_info(read_problem_body(body), status, headers, now)
+    """What most APIs say with a status: JSON with an error object, and in headers the time to wait, and sometimes whether
+    another attempt makes sense."""
+    info = error_info(read_problem_body(body), status, headers, now)
+    match headers.get("x-should-retry"):
+        case "true":
+            return msgspec.structs.replace(info, retryable=True)
+        case "false":
+            return msgspec.structs.replace(info, retryable=False)
+        case _:
+            return info
 
 
 def is_streaming(request: ProviderRequest) -> bool:

@@ -128,6 +128,7 @@ def known_endpoint(name: str, environment: Mapping[str, str]) -> Endpoint | None
         return None
     base_url = environment.get(known.base_url_variable) or _fill_in(known.base_url, environment)
     key = next((value for variable in known.key_variables if (value := environment.get(variable))), None)
+    base_url = base_url if "://" in base_url else f"http://{base_url}"  # OLLAMA_HOST may be a host alone
     return Endpoint(name=name, base_url=base_url, api_key=key, headers=known.headers)
 
 
