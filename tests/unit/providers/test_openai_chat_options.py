@@ -13,14 +13,25 @@ from pydantic import BaseModel, ConfigDict
 
 from support.providers import openai_chat
 from support.replay_server import Answer, ReplayServer
-from turnmill.protocol.content import Cost, Message, ReasoningPart, ToolCall, ToolCallPart, Usage
+from turnmill.protocol.content import (
+    Cost,
+    Message,
+    ReasoningPart,
+    ToolCall,
+    ToolCallPart,
+    ToolResult,
+    ToolResultPart,
+    Usage,
+)
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import TextDelta
 from turnmill.protocol.specs import Reasoning
 from turnmill.workers.providers.base import Completed, ProviderError, ProviderRequest
 from turnmill.workers.providers.body_reader import BodyReader
+from turnmill.workers.providers.format import Endpoint
 from turnmill.workers.providers.http_client import HttpClient
 from turnmill.workers.providers.http_provider import HttpProvider
+from turnmill.workers.providers.openai_chat import OpenAIChat
 from turnmill.workers.providers.openai_chat_chunks import read_cost
 from turnmill.workers.providers.openai_chat_reply import Reply
 from turnmill.workers.providers.openai_chat_request import build_body, build_messages, is_enforceable
@@ -30,7 +41,7 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 2}
 
 
 def request(**fields: Any) -> ProviderRequest:
-    return ProviderRequest(model="m", messages=[USER], **fields)
+    return ProviderRequest(**{"model": "m", "messages": [USER], **fields})
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -246,3 +257,55 @@ def test_reasoning_of_a_model_function_stays_with_it() -> None:  # LC-11
     (sent,) = build_messages(None, [Message(role="assistant", content=parts)], "openai")
     assert sent.keys() == {"role", "content", "tool_calls"}
     assert sent["tool_calls"][0].keys() == {"id", "type", "function"}
+
+
+# --- dialects
+
+
+def sent_to(base_url: str, **fields: Any) -> dict[str, Any]:
+    wire_format = OpenAIChat(Endpoint(name="mine", base_url=base_url))
+    sent: dict[str, Any] = msgspec.json.decode(wire_format.build_call(request(**fields)).body)
+    return sent
+
+
+def test_an_endpoint_is_not_asked_for_usage_where_that_is_refused() -> None:
+    assert sent_to("http://localhost/v1")["stream_options"] == {"include_usage": True}
+    assert "stream_options" not in sent_to("https://api.mistral.ai/v1")
+
+
+@pytest.mark.parametrize(
+    ("base_url", "call_id", "length"),
+    [
+        ("https://api.mistral.ai/v1", "call_1", 9),
+        ("https://api.mistral.ai/v1", "abcDEF123", None),
+        ("https://api.openai.com/v1", "x" * 41, 32),
+        ("https://mine.openai.azure.com/openai/v1", "x" * 41, 32),
+        ("https://api.openai.com/v1", "functions.add:0", None),
+        ("http://localhost/v1", "x" * 200, None),
+    ],
+)
+def test_ids_of_another_providers_calls_are_made_fit(base_url: str, call_id: str, length: int | None) -> None:
+    call = ToolCallPart(ToolCall(id=call_id, name="add", arguments={}))
+    answer = ToolResultPart(ToolResult(tool_call_id=call_id, tool_name="add", result=3))
+    messages = [Message(role="assistant", content=[call]), Message(role="tool", content=[answer])]
+    sent = sent_to(base_url, messages=messages)["messages"]
+    used = sent[0]["tool_calls"][0]["id"]
+    assert used == sent[1]["tool_call_id"]
+    assert used == call_id if length is None else len(used) == length and used.isalnum()
+
+
+def test_openrouter_takes_a_budget_and_is_told_to_keep_prompts_of_anthropics_models() -> None:
+    sent = sent_to(
+        "https://openrouter.ai/api/v1", model="anthropic/claude-opus-5", reasoning=Reasoning(budget_tokens=9)
+    )
+    assert (sent["reasoning"], sent["cache_control"]) == ({"max_tokens": 9}, {"type": "ephemeral"})
+    assert "cache_control" not in sent_to("https://openrouter.ai/api/v1", model="openai/gpt-6")
+    routing = {"provider": {"order": ["anthropic"]}, "cache_control": None}
+    routed = sent_to("https://openrouter.ai/api/v1", model="anthropic/claude-opus-5", options=routing)
+    assert routed["provider"] == {"order": ["anthropic"]} and "cache_control" not in routed
+    with pytest.raises(ProviderError, match="set twice"):
+        sent_to(
+            "https://openrouter.ai/api/v1",
+            reasoning=Reasoning(budget_tokens=9),
+            options={"reasoning": {"effort": "low"}},
+        )

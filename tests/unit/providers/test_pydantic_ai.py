@@ -27,7 +27,9 @@ from turnmill.protocol.specs import Reasoning, ToolSpec
 from turnmill.workers.providers.base import Completed, ProviderError, ProviderRequest
 from turnmill.workers.providers.pydantic_ai_model import PydanticAIProvider
 
-WEATHER = ToolSpec(name="weather", schema={"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
+WEATHER = ToolSpec(
+    name="weather", schema={"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+)
 TALK = [
     Message(role="user", content=[TextPart("Weather?"), ImagePart(data=b"img", media_type="image/png")]),
     Message(role="assistant", content=[ToolCallPart(ToolCall(id="c1", name="weather", arguments={"city": "Oslo"}))]),

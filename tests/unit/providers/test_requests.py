@@ -380,3 +380,30 @@ def test_a_prefix_stays_the_same_while_a_conversation_grows() -> None:
         assert {name: value for name, value in first.items() if name != key} == {
             name: value for name, value in later.items() if name != key
         }
+
+
+# ---- from one provider to another
+
+
+def test_ids_of_another_providers_calls_are_made_fit_and_stay_together() -> None:
+    odd = "functions.weather:0" + "x" * 60
+    talk = [
+        Message(role="assistant", content=[ToolCallPart(ToolCall(id=odd, name="weather", arguments={}))]),
+        Message(role="tool", content=[ToolResultPart(ToolResult(tool_call_id=odd, tool_name="weather", result="4"))]),
+    ]
+    call, result = body("openai-responses", talk)["input"]
+    assert call["call_id"] == result["call_id"] != odd and len(call["call_id"]) == 64
+    asked, answered = (message["content"][0] for message in body("bedrock-converse", talk)["messages"])
+    assert asked["toolUse"]["toolUseId"] == answered["toolResult"]["toolUseId"] == call["call_id"]
+
+
+def test_bedrock_marks_what_stays_for_the_models_that_keep_it() -> None:
+    def marked(model: str, **options: Any) -> list[str]:
+        request = ProviderRequest(model=model, messages=TALK, system="Be brief.", options=options)
+        sent = bedrock_converse_request.build_body(request, "mine")
+        places = ["system"] if "cachePoint" in sent["system"][-1] else []
+        return places + [str(n) for n, each in enumerate(sent["messages"]) if "cachePoint" in each["content"][-1]]
+
+    assert marked("eu.anthropic.claude-sonnet-4-5-20250929-v1:0") == ["system", "0", "2"]
+    assert marked("eu.anthropic.claude-sonnet-4-5-20250929-v1:0", cache_control=None) == []
+    assert marked("amazon.titan-text") == []

@@ -7,8 +7,6 @@ texts, names and ids of calls with other than letters, digits, `_` and `-`, and 
 from __future__ import annotations
 
 import base64
-import hashlib
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -29,6 +27,7 @@ from turnmill.protocol.content import (
 from turnmill.protocol.errors import ErrorKind
 
 from .base import ProviderError
+from .call_names import fit_name
 from .openai_chat_request import not_loaded
 
 Json: TypeAlias = dict[str, Any]
@@ -45,7 +44,6 @@ CALLER = "caller"
 """The key of `ToolCall.metadata` for the code that made the call."""
 
 _NAME_LENGTH_MAX = 128
-_OTHER_CHARACTERS = re.compile(r"[^a-zA-Z0-9_-]")
 _IMAGES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
 
 
@@ -131,8 +129,8 @@ def _build_call(call: ToolCall, provider_name: str) -> Json:
     """Arguments that were no valid JSON are replayed as an empty object: the model finds what was wrong in the answer."""
     block: Json = {
         "type": "tool_use",
-        "id": _allowed(call.id),
-        "name": _allowed(call.name or "unnamed"),
+        "id": fit_name(call.id, _NAME_LENGTH_MAX),
+        "name": fit_name(call.name or "unnamed", _NAME_LENGTH_MAX),
         "input": {} if call.error else call.arguments,
     }
     caller = call.metadata.get(provider_name, {}).get(CALLER)
@@ -140,7 +138,7 @@ def _build_call(call: ToolCall, provider_name: str) -> Json:
 
 
 def _build_result(result: ToolResult) -> Json:
-    block: Json = {"type": "tool_result", "tool_use_id": _allowed(result.tool_call_id)}
+    block: Json = {"type": "tool_result", "tool_use_id": fit_name(result.tool_call_id, _NAME_LENGTH_MAX)}
     if result.content is not None:
         parts = [_build_result_part(part) for part in result.content if not _is_blank(part)]
         if parts:
@@ -216,16 +214,6 @@ def _build_source(part: ImagePart | FilePart, media_type: str) -> Json:
     if part.url is None:
         raise not_loaded(f"a part of {media_type}")
     return {"type": "url", "url": part.url}
-
-
-def _allowed(name: str) -> str:
-    """A name or id as the API allows it. One of another provider's that it does not is changed in the same way each time,
-    and stays different from all others."""
-    changed = _OTHER_CHARACTERS.sub("_", name)
-    if changed == name and 0 < len(name) <= _NAME_LENGTH_MAX:
-        return name
-    mark = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{changed[: _NAME_LENGTH_MAX - 9]}_{mark}"
 
 
 def _refused(text: str) -> ProviderError:

@@ -26,11 +26,15 @@ from turnmill.protocol.content import (
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.specs import Reasoning, ToolSpec
 
+from .anthropic_models import model_named
 from .base import ProviderError, ProviderRequest
+from .call_names import fit_name
 from .format import without_none
 from .openai_chat_request import not_loaded
 
 Json: TypeAlias = dict[str, Any]
+_NAME_LENGTH_MAX = 64
+_CACHE_POINT: Json = {"cachePoint": {"type": "default"}}
 _INFERENCE = frozenset({"maxTokens", "temperature", "topP", "stopSequences"})
 _INFERENCE_BY_WORD = {"max_tokens": "maxTokens", "top_p": "topP", "stop": "stopSequences"}
 _DOCUMENTS = {
@@ -71,15 +75,27 @@ def build_body(request: ProviderRequest, provider_name: str) -> Json:
             inference |= value
         elif name == "additionalModelRequestFields":
             fields |= value
-        elif name in ("stream", "parallel_tool_calls"):
+        elif name in ("stream", "parallel_tool_calls", "cache_control"):
             continue
         elif name[:1].islower() and any(letter.isupper() for letter in name):
             body[name] = value  # guardrailConfig, performanceConfig, requestMetadata, ...
         else:
             fields[name] = value
+    if "cache_control" not in request.options and model_named(request.model).version >= (3, 7):
+        _mark_what_stays(body)
     body["inferenceConfig"] = without_none(inference) or None
     body["additionalModelRequestFields"] = without_none(fields) or None
     return without_none(body)
+
+
+def _mark_what_stays(body: Json) -> None:
+    """Claude keeps a prompt up to the points that are marked: what is in front of the messages, and the last two of the
+    user's side, so that each step reads what the step before has written. Other models may refuse the marks."""
+    if body.get("system"):
+        body["system"] = [*body["system"], _CACHE_POINT]
+    asked = [message for message in body["messages"] if message["role"] == "user"]
+    for message in asked[-2:]:
+        message["content"].append(_CACHE_POINT)
 
 
 def build_messages(messages: Iterable[Message], provider_name: str) -> list[Json]:
@@ -127,7 +143,13 @@ def _build_reasoning(part: ReasoningPart) -> Iterable[Json]:
 
 def _build_call(call: ToolCall) -> Json:
     """Arguments that were no valid JSON are replayed as an empty object: the model finds what was wrong in the answer."""
-    return {"toolUse": {"toolUseId": call.id, "name": call.name, "input": {} if call.error else call.arguments}}
+    return {
+        "toolUse": {
+            "toolUseId": fit_name(call.id, _NAME_LENGTH_MAX),
+            "name": fit_name(call.name or "unnamed", _NAME_LENGTH_MAX),
+            "input": {} if call.error else call.arguments,
+        }
+    }
 
 
 def _build_result(result: ToolResult) -> Json:
@@ -143,7 +165,13 @@ def _build_result(result: ToolResult) -> Json:
     else:
         content = [{"json": {"result": result.result}}]
     status = "error" if result.is_error else "success"
-    return {"toolResult": {"toolUseId": result.tool_call_id, "content": content, "status": status}}
+    return {
+        "toolResult": {
+            "toolUseId": fit_name(result.tool_call_id, _NAME_LENGTH_MAX),
+            "content": content,
+            "status": status,
+        }
+    }
 
 
 def _build_part(part: OutputPart) -> Json:

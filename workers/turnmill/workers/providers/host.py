@@ -30,6 +30,7 @@ from turnmill.protocol.content import (
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
 from turnmill.workers.models import HostModel, generated_call_id, message_of
+from turnmill.workers.sendable import sendable_call
 
 from .base import Completed, Live, ProviderError, ProviderRequest, Streamed
 
@@ -189,6 +190,7 @@ class _Assembly:
         self._close_parts()
         index, step_number = self._calls, self._request.step_number
         self._calls += 1
+        call = sendable_call(call)
         if not call.id:
             call = msgspec.structs.replace(call, id=generated_call_id(self._request, index))
         self._parts.append(ToolCallPart(call))

@@ -12,6 +12,7 @@ from . import format as wire
 from .base import ProviderRequest
 from .body_reader import BodyReader
 from .format import Endpoint, HttpCall, is_streaming, json_headers
+from .openai_chat_dialects import dialect_of
 from .openai_chat_reply import Reply
 from .openai_chat_request import build_body
 
@@ -23,12 +24,13 @@ class OpenAIChat:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self._dialect = dialect_of(endpoint.base_url)
         self._url = endpoint.base_url.rstrip("/") + "/chat/completions"
 
     def build_call(self, request: ProviderRequest) -> HttpCall:
         key = self.endpoint.api_key
         headers = json_headers(streaming=is_streaming(request), authorization=f"Bearer {key}" if key else None)
-        body = msgspec.json.encode(build_body(request, self.endpoint.name))
+        body = msgspec.json.encode(build_body(request, self.endpoint.name, self._dialect))
         return HttpCall(url=self._url, headers={**headers, **self.endpoint.headers}, body=body)
 
     def begin_reply(self, request: ProviderRequest) -> BodyReader:

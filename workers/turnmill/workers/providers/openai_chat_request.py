@@ -28,6 +28,7 @@ from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.specs import Reasoning, ToolSpec
 
 from .base import ProviderError, ProviderRequest
+from .openai_chat_dialects import STANDARD, Dialect
 
 Json: TypeAlias = dict[str, Any]
 
@@ -44,7 +45,7 @@ _ENFORCED_KEYWORDS = frozenset(
 )
 
 
-def build_body(request: ProviderRequest, provider_name: str) -> Json:
+def build_body(request: ProviderRequest, provider_name: str, dialect: Dialect = STANDARD) -> Json:
     """The request's body. The request's options come last and win; an option of None leaves the field out.
 
     Raises `ProviderError` (bad_request) where the reasoning that is asked for cannot be said, or is said twice.
@@ -53,15 +54,22 @@ def build_body(request: ProviderRequest, provider_name: str) -> Json:
         "model": request.model,
         "messages": build_messages(request.system, request.messages, provider_name),
         "stream": True,
-        "stream_options": {"include_usage": True},
     }
+    if dialect.takes_stream_options:
+        body["stream_options"] = {"include_usage": True}
+    if dialect.marked_models and request.model.startswith(dialect.marked_models):
+        body["cache_control"] = {"type": "ephemeral"}
+    dialect.fit_ids(body["messages"])
     if request.tools:
         body["tools"] = [_build_tool(tool) for tool in request.tools]
         if request.tool_choice:
             body["tool_choice"] = _build_tool_choice(request.tool_choice)
     if request.output_schema is not None:
         body["response_format"] = build_response_format(request.output_name, request.output_schema)
-    if request.reasoning is not None:
+    if request.reasoning is not None and request.reasoning.effort is None and dialect.takes_reasoning_budget:
+        _refuse_twice(request.options, provider_name)
+        body["reasoning"] = {"max_tokens": request.reasoning.budget_tokens}
+    elif request.reasoning is not None:
         body["reasoning_effort"] = read_effort(request.reasoning, request.options, provider_name)
     body.update(request.options)
     if not body["stream"]:
@@ -112,18 +120,22 @@ def is_enforceable(schema: Any) -> bool:
 
 
 def read_effort(reasoning: Reasoning, options: Json, provider_name: str) -> str:
-    twice = [name for name in ("reasoning_effort", "reasoning") if options.get(name) is not None]
-    where = f"provider_options[{provider_name!r}]"
-    if twice:
-        text = f"reasoning is set twice: by the agent's `reasoning` and by {where}[{twice[0]!r}]; remove one of them"
-        raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text))
+    _refuse_twice(options, provider_name)
     if reasoning.effort is None:
         text = (
             "this API takes an effort for reasoning, not budget_tokens: give the agent reasoning=Reasoning(effort=...), "
-            f"or write the server's own field into {where}"
+            f"or write the server's own field into provider_options[{provider_name!r}]"
         )
         raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text))
     return reasoning.effort
+
+
+def _refuse_twice(options: Json, provider_name: str) -> None:
+    twice = [name for name in ("reasoning_effort", "reasoning") if options.get(name) is not None]
+    if twice:
+        where = f"provider_options[{provider_name!r}][{twice[0]!r}]"
+        text = f"reasoning is set twice: by the agent's `reasoning` and by {where}; remove one of them"
+        raise ProviderError(ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text))
 
 
 def _build_message(message: Message, provider_name: str) -> Json:

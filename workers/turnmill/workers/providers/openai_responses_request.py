@@ -29,11 +29,13 @@ from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.specs import ToolSpec
 
 from .base import ProviderError, ProviderRequest
+from .call_names import fit_name
 from .openai_chat_request import build_response_format, locate, not_loaded, read_effort
 from .openai_responses_reply import ITEM
 
 Json: TypeAlias = dict[str, Any]
 _REASONING_MODEL = re.compile(r"(^|/)(o\d|gpt-5|gpt-oss|codex)")
+_ID_LENGTH_MAX = 64
 _ENCRYPTED = "reasoning.encrypted_content"
 
 
@@ -124,11 +126,20 @@ def _sent_back(item: Json) -> Json:
 def _build_call(call: ToolCall) -> Json:
     """Arguments that were no valid JSON are replayed as an empty object: the model finds what was wrong in the answer."""
     arguments = "{}" if call.error else msgspec.json.encode(call.arguments).decode()
-    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": arguments}
+    return {
+        "type": "function_call",
+        "call_id": fit_name(call.id, _ID_LENGTH_MAX),
+        "name": call.name,
+        "arguments": arguments,
+    }
 
 
 def _build_result(result: ToolResult) -> Json:
-    return {"type": "function_call_output", "call_id": result.tool_call_id, "output": _build_output(result)}
+    return {
+        "type": "function_call_output",
+        "call_id": fit_name(result.tool_call_id, _ID_LENGTH_MAX),
+        "output": _build_output(result),
+    }
 
 
 def _build_output(result: ToolResult) -> str | list[Json]:

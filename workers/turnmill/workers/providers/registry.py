@@ -12,7 +12,6 @@ from typing import cast
 
 import msgspec
 
-from turnmill.protocol.errors import ConfigurationError
 from turnmill.protocol.settings import Settings
 
 from .format import Endpoint, WireFormat
@@ -53,6 +52,11 @@ APIS: dict[str, Api] = {
     "ollama-chat": Api(format="ollama_chat:OllamaChat", short="ollama"),
 }
 
+
+def _compatible(base_url: str, key_variable: str) -> KnownProvider:
+    return KnownProvider(api="openai-chat", base_url=base_url, key_variables=(key_variable,))
+
+
 PROVIDERS: dict[str, KnownProvider] = {
     "openai": KnownProvider(
         api="openai-chat",
@@ -60,6 +64,16 @@ PROVIDERS: dict[str, KnownProvider] = {
         key_variables=("OPENAI_API_KEY",),
         base_url_variable="OPENAI_BASE_URL",
     ),
+    "azure": _compatible("{AZURE_OPENAI_ENDPOINT}/openai/v1", "AZURE_OPENAI_API_KEY"),
+    "cerebras": _compatible("https://api.cerebras.ai/v1", "CEREBRAS_API_KEY"),
+    "deepseek": _compatible("https://api.deepseek.com/v1", "DEEPSEEK_API_KEY"),
+    "fireworks": _compatible("https://api.fireworks.ai/inference/v1", "FIREWORKS_API_KEY"),
+    "groq": _compatible("https://api.groq.com/openai/v1", "GROQ_API_KEY"),
+    "mistral": _compatible("https://api.mistral.ai/v1", "MISTRAL_API_KEY"),
+    "openrouter": _compatible("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
+    "perplexity": _compatible("https://api.perplexity.ai", "PERPLEXITY_API_KEY"),
+    "together": _compatible("https://api.together.xyz/v1", "TOGETHER_API_KEY"),
+    "xai": _compatible("https://api.x.ai/v1", "XAI_API_KEY"),
     "openai-responses": KnownProvider(
         api="openai-responses",
         base_url="https://api.openai.com/v1",
@@ -84,9 +98,7 @@ PROVIDERS: dict[str, KnownProvider] = {
         base_url_variable="AWS_ENDPOINT_URL_BEDROCK_RUNTIME",
         other_variables=("AWS_REGION",),
     ),
-    "ollama": KnownProvider(
-        api="ollama-chat", base_url="http://127.0.0.1:11434", base_url_variable="OLLAMA_HOST"
-    ),
+    "ollama": KnownProvider(api="ollama-chat", base_url="http://127.0.0.1:11434", base_url_variable="OLLAMA_HOST"),
 }
 
 
@@ -100,36 +112,39 @@ def find_api(name: str) -> str | None:
 
 
 def default_base_url(api: str, environment: Mapping[str, str]) -> str | None:
-    """Where an API lives: at the first provider that speaks it."""
+    """Where an API lives: at the first provider that speaks it. None where the environment does not say which region."""
     known = next((provider for provider in PROVIDERS.values() if provider.api == api), None)
-    return _fill_in(known.base_url, environment) if known is not None else None
+    return _base_url_of(known, environment) if known is not None else None
 
 
 def base_urls(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
     """Where the models of each prefix live, known providers and those of the settings, configured or not."""
-    urls: dict[str, str] = {}
-    for name, known in PROVIDERS.items():
-        try:
-            urls[name] = environment.get(known.base_url_variable) or _fill_in(known.base_url, environment)
-        except ConfigurationError:
-            continue  # a provider of a region that is not named: nobody calls it
+    found = {name: _base_url_of(known, environment) for name, known in PROVIDERS.items()}
     for name, endpoint in settings.providers.items():
-        url = endpoint.base_url or default_base_url(find_api(endpoint.api) or "", environment)
-        if url is not None:
-            urls[name] = url
-    return urls
+        found[name] = endpoint.base_url or default_base_url(find_api(endpoint.api) or "", environment)
+    return {name: url for name, url in found.items() if url is not None}
 
 
 def known_endpoint(name: str, environment: Mapping[str, str]) -> Endpoint | None:
     """The endpoint of a known provider, where the environment has what it needs."""
     known = PROVIDERS[name]
     told = (*known.key_variables, known.base_url_variable, *known.other_variables)
-    if not any(environment.get(variable) for variable in told if variable):
+    base_url = _base_url_of(known, environment)
+    if base_url is None or not any(environment.get(variable) for variable in told if variable):
         return None
-    base_url = environment.get(known.base_url_variable) or _fill_in(known.base_url, environment)
     key = next((value for variable in known.key_variables if (value := environment.get(variable))), None)
-    base_url = base_url if "://" in base_url else f"http://{base_url}"  # OLLAMA_HOST may be a host alone
     return Endpoint(name=name, base_url=base_url, api_key=key, headers=known.headers)
+
+
+def _base_url_of(known: KnownProvider, environment: Mapping[str, str]) -> str | None:
+    """None where a variable that is part of it is not set."""
+    told = environment.get(known.base_url_variable) if known.base_url_variable else None
+    if told:
+        return told if "://" in told else f"http://{told}"  # OLLAMA_HOST may be a host alone
+    try:
+        return known.base_url.format_map(_Stripped(environment))
+    except KeyError:
+        return None
 
 
 def open_format(api: str, endpoint: Endpoint) -> WireFormat:
@@ -141,11 +156,11 @@ def open_signer(api: str, endpoint: Endpoint, environment: Mapping[str, str]) ->
     return cast("Signer | None", _load(path)(endpoint, environment)) if path else None
 
 
-def _fill_in(base_url: str, environment: Mapping[str, str]) -> str:
-    try:
-        return base_url.format_map(environment)
-    except KeyError as error:
-        raise ConfigurationError(f"{base_url} needs the variable {error.args[0]}, which is not set") from None
+class _Stripped(dict[str, str]):
+    """The variables that are set, without a slash at their end."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__({name: value.rstrip("/") for name, value in environment.items() if value})
 
 
 def _load(path: str) -> type:

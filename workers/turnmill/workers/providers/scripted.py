@@ -40,6 +40,7 @@ from turnmill.protocol.errors import ConfigurationError, DefinitionError, ErrorK
 from turnmill.protocol.events import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStarted
 from turnmill.protocol.keys import valid_name
 from turnmill.workers.models import generated_call_id
+from turnmill.workers.sendable import sendable_call
 
 from .base import Completed, Live, ProviderError, ProviderRequest, Streamed
 from .scripted_checks import history_fault as history_fault
@@ -321,8 +322,9 @@ def _call(call: Call, index: int, request: ProviderRequest) -> tuple[ToolCall, s
         text = _filled(call.arguments, request, _json_inside)
         arguments, error = _parsed(text)
     else:
-        text = msgspec.json.encode(call.arguments).decode()
-        arguments, error = call.arguments, None
+        given = sendable_call(ToolCall(id=call_id, name=call.name, arguments=call.arguments))
+        arguments, error = given.arguments, given.error
+        text = msgspec.json.encode(arguments).decode()
         if "${" in text:
             arguments = _filled_value(arguments, request)
             text = msgspec.json.encode(arguments).decode()
@@ -332,7 +334,7 @@ def _call(call: Call, index: int, request: ProviderRequest) -> tuple[ToolCall, s
 def _parsed(text: str) -> tuple[dict[str, Any], str | None]:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any]), None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         return {}, f"the arguments are no JSON object: {error}"
 
 
