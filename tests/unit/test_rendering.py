@@ -165,6 +165,7 @@ def test_commands_that_go_on_quote_what_a_provider_invented() -> None:
         ("unknown_tool_result", ("c1",), "turnmill resume t1 --result c1=@FILE"),
         ("approval_required", ("c1", "c2"), "turnmill approve t1 c1 c2"),
         ("no_pending_approval", (), "turnmill show t1"),
+        ("already_decided", ("c2",), "turnmill show t1"),
         ("no_pending_tools", (), "turnmill show t1"),
         ("turn_ended", (), "turnmill show t1"),
         ("idempotency_conflict", (), "turnmill show t1"),

@@ -57,6 +57,7 @@ class ErrorKind(StrEnum):
     UNKNOWN_TOOL_RESULT = "unknown_tool_result"
     NO_PENDING_TOOLS = "no_pending_tools"
     NO_PENDING_APPROVAL = "no_pending_approval"
+    ALREADY_DECIDED = "already_decided"
     STEERING_FULL = "steering_full"
     TURN_ENDED = "turn_ended"
     IDEMPOTENCY_CONFLICT = "idempotency_conflict"

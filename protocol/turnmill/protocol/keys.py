@@ -19,7 +19,7 @@ WORKER_GROUP = "workers"
 BLOB_PATTERN = "^blob:"
 """What the name of a blob's key behind the partition matches."""
 _NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,128}\Z")
-_SESSION = re.compile(r"[^\s{}]{1,256}\Z")
+_SESSION = re.compile(r"[^\s{}\ud800-\udfff]{1,256}\Z")
 _CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 _TURN = re.compile(r"t(\d{1,4})-[0-9a-z]{20,40}\Z")
 

@@ -43,7 +43,7 @@ _ON_BUSY: tuple[str, ...] = get_args(OnBusy)
 _CLOCKS_DIFFER_MS = 3_600_000
 """The time in a turn's id is of the client that made it, the inbox's times are of the engine."""
 _INBOX_PAGE = 500
-_PUBLISHED_SECONDS = 5.0
+_PUBLISHED_SECONDS = 2.0
 """How long an agent counts as published: an engine that lost its data is told again."""
 ANSWER_TIMEOUT_SECONDS = 60.0
 """How long a command waits for a coordinator; it stays in the inbox behind that."""

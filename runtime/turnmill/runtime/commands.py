@@ -31,6 +31,7 @@ from .flow import advance_turn
 from .state import CallState, CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, TurnState
 from .steps import claim_steering, retry_model
 
+APPROVED, DENIED, EXPIRED = "approved", "denied", "expired"
 STEERED_MAX = 200
 """How many ids of steering a turn remembers, to know a repeated command."""
 
@@ -260,13 +261,9 @@ def _call_by_id(turn: TurnState, call_id: str) -> CallState | None:
 
 def decide_approvals(draft: Draft, command: DecideApprovals) -> None:
     turn = live_turn(draft, command.turn_id)
-    waiting = waiting_approvals(turn)
-    calls = [] if turn is None else [_call_by_id(turn, item.tool_call_id) for item in command.decisions]
-    if turn is None or not calls or None in calls or not (waiting or _were_decided(calls)):
-        text = (
-            f"turn {command.turn_id} has no such call that waits for approval; waiting: {', '.join(waiting) or 'none'}"
-        )
-        return draft.reply(command.request_id, _refused(command.turn_id, ErrorKind.NO_PENDING_APPROVAL, text, waiting))
+    problem = _approval_problem(command, turn)
+    if problem is not None or turn is None:
+        return draft.reply(command.request_id, problem or Answer(turn_id=command.turn_id))
     decided = [item for item in command.decisions if _decide(draft, turn, item)]
     draft.reply(command.request_id, Answer(turn_id=turn.turn_id, pending=waiting_approvals(turn)))
     if not decided:
@@ -281,9 +278,31 @@ def waiting_approvals(turn: TurnState | None) -> list[str]:
     return [call.tool_call.id for call in calls if call.status is CallStatus.APPROVAL]
 
 
-def _were_decided(calls: list[CallState | None]) -> bool:
-    """A repetition: the first decision stands."""
-    return all(call is not None and (call.is_approved or call.status is CallStatus.DONE) for call in calls)
+def _approval_problem(command: DecideApprovals, turn: TurnState | None) -> Answer | None:
+    """Why the decisions are refused, all of them. The first decision on a call stands; to repeat it is no mistake."""
+    turn_id, waiting = command.turn_id, waiting_approvals(turn)
+    others = f"waiting: {', '.join(waiting) or 'none'}"
+    asked = {call.tool_call.id: call for call in turn.calls if _was_asked(call)} if turn is not None else {}
+    unknown = [item.tool_call_id for item in command.decisions if item.tool_call_id not in asked]
+    if unknown or not command.decisions:
+        text = f"{', '.join(unknown) or 'no call'} of turn {turn_id} waits for no approval; {others}"
+        return _refused(turn_id, ErrorKind.NO_PENDING_APPROVAL, text, waiting)
+    wanted = {item.tool_call_id: item.approved for item in command.decisions}
+    if any(wanted[item.tool_call_id] is not item.approved for item in command.decisions):
+        return _refused(turn_id, ErrorKind.BAD_REQUEST, "a call is to be approved and denied", waiting)
+    otherwise = [
+        f"{call_id} has been {asked[call_id].decided}" if asked[call_id].decided != EXPIRED else f"{call_id} has expired"
+        for call_id, approved in wanted.items()
+        if asked[call_id].decided and (asked[call_id].decided == APPROVED) is not approved
+    ]
+    if otherwise:
+        text = f"the first decision stands: {', '.join(otherwise)} already; {others}"
+        return _refused(turn_id, ErrorKind.ALREADY_DECIDED, text, waiting)
+    return None
+
+
+def _was_asked(call: CallState) -> bool:
+    return call.status is CallStatus.APPROVAL or bool(call.decided)
 
 
 def _decide(draft: Draft, turn: TurnState, decision: ApprovalDecision) -> bool:
@@ -308,6 +327,7 @@ def conclude_approval(
         )
     )
     call.due_ms = 0
+    call.decided = APPROVED if approved else EXPIRED if expired else DENIED
     if approved:
         call.is_approved, call.status = True, CallStatus.QUEUED
         return

@@ -16,7 +16,7 @@ import msgspec
 from turnmill.protocol.content import ErrorInfo, Message
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.messages import ModelReply
-from turnmill.protocol.specs import Plan
+from turnmill.protocol.specs import AgentSpec, Plan
 
 from .calls import approval_of, ask_for_approval, close_step, go_on, prepare_calls, take_over
 from .draft import Draft
@@ -48,10 +48,18 @@ def reply_arrived(draft: Draft, turn: TurnState, reply: ModelReply) -> None:
         if agent.output is not None and reply.output_error is not None:
             if not ask_for_repair(draft, turn, agent, reply.output_error):
                 return
-            turn.is_final = False
-            turn.position = len(agent.stop_when)  # conditions look at steps with calls
+            _look_past_conditions(turn, agent)
+        elif reply.finish_reason == "pause" and agent.mode != "single_exchange":
+            # The provider runs tools of its own, and goes on where the answer is sent back to it.
+            _look_past_conditions(turn, agent)
     if not _call_reasoning_hook(draft, turn, message):
         advance_turn(draft, turn)
+
+
+def _look_past_conditions(turn: TurnState, agent: AgentSpec) -> None:
+    """Another step follows an answer: conditions look at steps with calls."""
+    turn.is_final = False
+    turn.position = len(agent.stop_when)
 
 
 def _call_reasoning_hook(draft: Draft, turn: TurnState, message: Message) -> bool:

@@ -14,13 +14,14 @@ from turnmill.protocol.content import ErrorInfo, Message, ToolResult
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import HookFinished
 from turnmill.protocol.messages import CallWaiting, ToolReply, ToolTask
+from turnmill.protocol.schemas import arguments_error
 from turnmill.protocol.specs import HookPoint, HookSpec, Plan
 
 from . import pairing
 from .draft import Draft
 from .effects import DispatchTool
 from .endings import fail_turn, finish_turn
-from .state import CallState, Halt, HookState, TurnPhase, TurnState
+from .state import CallState, CallStatus, Halt, HookState, TurnPhase, TurnState
 
 GRACE_SECONDS = 5.0
 INJECTED_MAX = 50
@@ -146,7 +147,7 @@ def _apply(draft: Draft, turn: TurnState, hook: HookState, value: Any) -> None:
         case "before_step":
             _inject(draft, turn, msgspec.convert(value, _Injection))
         case "before_tool_call":
-            _before_call(turn, turn.calls[hook.index], msgspec.convert(value, _BeforeCall))
+            _before_call(draft, turn, turn.calls[hook.index], msgspec.convert(value, _BeforeCall))
         case "after_tool_call":
             _after_call(turn, turn.calls[hook.index], msgspec.convert(value, _AfterCall))
         case "approval":
@@ -181,10 +182,13 @@ def _signals(decision: _Signals) -> list[Any]:
     return decision.signals
 
 
-def _before_call(turn: TurnState, call: CallState, decision: _BeforeCall) -> None:
+def _before_call(draft: Draft, turn: TurnState, call: CallState, decision: _BeforeCall) -> None:
     if decision.arguments is not None:
-        call.tool_call = msgspec.structs.replace(call.tool_call, arguments=decision.arguments)
-    if decision.block:
+        error = None if decision.block or decision.has_result else _misfit(draft, turn, call, decision.arguments)
+        call.tool_call = msgspec.structs.replace(call.tool_call, arguments=decision.arguments, error=error)
+    if call.tool_call.error is not None and call.status is CallStatus.QUEUED:
+        pairing.settle(call, pairing.invalid_arguments(call.tool_call))
+    elif decision.block:
         pairing.settle(call, pairing.not_executed(call.tool_call, decision.reason or "a hook blocked the call"))
     elif decision.has_result:
         pairing.settle(
@@ -198,6 +202,21 @@ def _before_call(turn: TurnState, call: CallState, decision: _BeforeCall) -> Non
         )
     if call.result is not None and call.result.is_error:
         turn.last_tool_error = str(call.result.result)[:500]
+
+
+def _misfit(draft: Draft, turn: TurnState, call: CallState, arguments: dict[str, Any]) -> str | None:
+    """Why a tool could not take what a hook made of a call's arguments; None where it can, or its host runs the loop."""
+    name = call.tool_call.name
+    spec = draft.plan(turn).tools.get(name)
+    if spec is None or call.status is not CallStatus.QUEUED:
+        return None
+    try:
+        return arguments_error(spec.schema, arguments, f"tool {name!r}")
+    except ImportError:
+        text = "the arguments that it changed cannot be checked: install turnmill[llm] where the coordinators run"
+    except ValueError as error:  # of the schema, or of a value that is nested too deep
+        text = str(error)
+    raise msgspec.ValidationError(text)
 
 
 def _after_call(turn: TurnState, call: CallState, decision: _AfterCall) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.errors import PydanticUserError
 
+from turnmill.protocol.schemas import foreign_reference
 from turnmill.protocol.specs import Compaction, OutputSpec, Reasoning, RetryPolicy
 from turnmill.protocol.values import pack_value
 
@@ -124,13 +125,16 @@ def check_signal(value: Any) -> None:
 @lru_cache(maxsize=256)
 def _schema_of_class(model: type[BaseModel]) -> dict[str, Any]:
     try:
-        return model.model_json_schema()
+        schema = model.model_json_schema()
     except PydanticUserError as error:
         raise ValueError(f"{model.__name__} has no JSON Schema: {error.message}") from None
+    _check_references(schema)
+    return schema
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
     """Against the meta schema, where the library for it is there: it comes with what LLM workers need."""
+    _check_references(schema)
     try:
         from jsonschema_rs import ValidationError, meta
     except ImportError:
@@ -142,6 +146,15 @@ def _check_schema(schema: dict[str, Any]) -> None:
         raise ValueError(f"the schema is no JSON Schema: {where or 'it'}: {error.message}") from None
     except ValueError as error:
         raise ValueError(f"the schema is no JSON Schema: {error}") from None
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    reference = foreign_reference(schema)
+    if reference is not None:
+        raise ValueError(
+            f"the schema refers to {reference!r}, which is not inside of it: nothing is fetched, so put what it names into "
+            "its $defs and refer to that as #/$defs/NAME"
+        )
 
 
 def _output_name(title: str) -> str:

@@ -89,6 +89,8 @@ class CallState(msgspec.Struct, array_like=True):
     """The sub-turn that answers the call."""
     progress_bytes: int = 0
     """What this attempt has said of its progress."""
+    decided: str = ""
+    """How a person decided on the call: approved, denied, or expired where nobody did in time."""
 
 
 class Steering(msgspec.Struct, array_like=True, frozen=True):

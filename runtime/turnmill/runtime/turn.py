@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
@@ -187,7 +188,7 @@ class Turn:
                         yield spoken[len(shown) :]
                         shown = spoken
                     elif not shown.startswith(spoken):
-                        common = _common_length(shown, spoken)
+                        common = len(commonprefix([shown, spoken]))  # noqa: RUF071  # of texts, not of paths
                         yield spoken[common:]
                         shown = spoken
                 case StepReset():
@@ -280,8 +281,9 @@ class Turn:
         return tuple(answer.pending)
 
     async def approve(self, *tool_call_ids: str, reason: str | None = None) -> tuple[str, ...]:
-        """Let calls run that wait for a person; the ids of those that still wait. The first decision on a call stands.
-        Raises `CommandRefusedError` of kind `no_pending_approval`."""
+        """Let calls run that wait for a person; the ids of those that still wait. The first decision on a call stands,
+        and may be repeated. Raises `CommandRefusedError` of kind `no_pending_approval`, or `already_decided` where a call
+        was decided otherwise: nothing is decided then."""
         return await self._decide(tool_call_ids, True, reason)
 
     async def deny(self, *tool_call_ids: str, reason: str | None = None) -> tuple[str, ...]:
@@ -489,12 +491,3 @@ class Turn:
                 self._status = "aborted" if event.aborted else "failed"
             case _:
                 return
-
-
-def _common_length(first: str, second: str) -> int:
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length

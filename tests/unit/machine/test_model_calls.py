@@ -333,3 +333,33 @@ def test_calls_that_share_an_id_are_told_apart() -> None:
     assert len(set(ids)) == 4
     assert ids[0] == "same"
     assert with_unique_calls(message) is message
+
+
+# --- a provider that pauses
+
+
+def test_an_answer_that_pauses_is_sent_back_and_goes_on() -> None:
+    """The provider runs tools of its own; its message goes back as it came, and the next step is its answer."""
+    session = Session(AGENT)
+    session.start()
+    session.answer("I look it up.", finish_reason="pause")
+    assert (session.model_task.step_number, session.model_task.messages) == (2, 2)
+    session.answer("Here it is.")
+    assert session.event_types()[-1] == "turn.finished"
+    assert [message.role for message in session.transcript] == ["user", "assistant", "assistant"]
+
+
+def test_an_answer_that_pauses_for_ever_meets_the_limit() -> None:
+    session = Session(AgentSpec(name="agent", model="scripted:x", max_steps=2))
+    session.start()
+    for _ in range(2):
+        session.answer("Still at it.", finish_reason="pause")
+    assert session.events()[-1].error_type == "max_steps_reached"
+
+
+def test_a_single_exchange_is_over_when_it_pauses() -> None:
+    """AE-03."""
+    session = Session(AgentSpec(name="agent", model="scripted:x", mode="single_exchange"))
+    session.start()
+    session.answer("I look it up.", finish_reason="pause")
+    assert session.event_types()[-1] == "turn.finished"

@@ -62,6 +62,7 @@ from .cancellation import Cancellations, stop_reasons
 from .cluster_liveness import liveness
 from .held import Handler, Held, aborted_error, failure_of
 from .partition_reads import PartitionReads
+from .sendable import sendable
 from .shared_reads import SharedReads
 
 _log = get_logger(__name__)
@@ -249,24 +250,32 @@ class Consumer:
     async def _run_one(self, held: Held) -> None:
         try:
             result = await self._settled(held)
-            body = None if result is None else self._encode(held, result)
-            while result is not None and body is not None:
-                try:
-                    results = self._keys.partitions[held.partition].results
-                    await self._completer.complete(results, held.delivery, result.type, body)
-                    break
-                except EngineUnavailable:
-                    # The result may be stored or not. A copy is harmless: it meets a call that has its result.
-                    self._count("results_sent_again")
-                    await self._engine.ready()
-                    await asyncio.sleep(_AGAIN_SECONDS)
+            if result is not None:
+                await self._send(held, result)
         except asyncio.CancelledError:
             if not held.abandoned:
                 raise
             self._count("abandoned")
+        except Exception:
+            # A fault of ours. A task that nobody answers for is found pending, and would be run again for ever.
+            self._count("results_lost")
+            _log.exception("no result could be sent", worker=self.worker_id, turn=held.turn_id)
+            await self._acknowledge(held.delivery)
         finally:
             self._held.pop((held.delivery.stream, held.delivery.entry_id), None)
             self._slot_free.set()
+
+    async def _send(self, held: Held, result: Body) -> None:
+        kind, body = self._encoded(held, result)
+        while True:
+            try:
+                results = self._keys.partitions[held.partition].results
+                return await self._completer.complete(results, held.delivery, kind, body)
+            except EngineUnavailable:
+                # The result may be stored or not. A copy is harmless: it meets a call that has its result.
+                self._count("results_sent_again")
+                await self._engine.ready()
+                await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _settled(self, held: Held) -> Body | None:
         """The result, or what stands in for it where the handler has overrun its grace."""
@@ -305,23 +314,36 @@ class Consumer:
                 await asyncio.sleep(_AGAIN_SECONDS)
             except EngineReplyError as error:
                 if not is_transient(error):
-                    return failure_of(task, ErrorInfo(kind=ErrorKind.INTERNAL, message=str(error)))
+                    return self._failure(held, ErrorInfo(kind=ErrorKind.INTERNAL, message=str(error)))
                 await asyncio.sleep(_AGAIN_SECONDS)
             except Exception as error:
                 # A fault of ours must cost one call, not the worker, and must not run again for ever.
                 _log.exception("task failed", worker=self.worker_id, task=task.type, turn=task.turn_id, call=task.call)
-                return failure_of(task, ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}"))
+                return self._failure(
+                    held, ErrorInfo(kind=ErrorKind.INTERNAL, message=f"{type(error).__name__}: {error}")
+                )
 
-    def _encode(self, held: Held, result: Body) -> bytes:
-        """A result above the limit becomes an error that says so, not a message that nobody can read."""
+    def _encoded(self, held: Held, result: Body) -> tuple[str, bytes]:
+        """The type and body of a result. One that no message can carry, or that is above the limit, becomes an error that
+        says so."""
         try:
-            return encode_body(result, self._wire, self._settings.payload_bytes_max)
+            return result.type, encode_body(result, self._wire, self._settings.payload_bytes_max)
         except MessageTooLarge as error:
             self._count("results_too_large")
-            text = f"{error} (TURNMILL_PAYLOAD_BYTES_MAX)"
-            return encode_body(
-                failure_of(held.task, ErrorInfo(kind=ErrorKind.MESSAGE_TOO_LARGE, message=text)), self._wire
-            )
+            kind, text = ErrorKind.MESSAGE_TOO_LARGE, f"{error} (TURNMILL_PAYLOAD_BYTES_MAX)"
+        except Exception as error:  # a value of the handler's that the format does not know
+            self._count("results_unsendable")
+            kind, text = ErrorKind.INTERNAL, f"the result cannot be sent: {type(error).__name__}: {error}"
+        failure = self._failure(held, ErrorInfo(kind=kind, message=text))
+        return failure.type, encode_body(failure, self._wire)
+
+    def _failure(self, held: Held, error: ErrorInfo) -> Body:
+        """What stands in for a result; of an entry that is no task, what is known of it but its content."""
+        task, delivery = held.task, held.delivery
+        if isinstance(task, Unreadable):
+            report = unreadable_report(task, delivery.stream, delivery.entry_id, {})
+            return msgspec.structs.replace(report, entry_body=b"", reason=f"{task.reason}; {error.message}")
+        return failure_of(task, sendable(error))
 
     async def _acknowledge(self, delivery: Delivery) -> None:
         with contextlib.suppress(EngineError):  # else it is found pending, and run into the same answer

@@ -111,7 +111,7 @@ class DeltaPublisher:
                 if buffer:
                     await self._send(buffer)
                 self._flushed_at = loop.time()
-        except (Superseded, ProviderError) as error:
+        except Exception as error:  # what is no ProviderError is a fault of ours, and ends the call as well
             self._failure = error
         finally:
             self._flushing = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from turnmill.protocol.content import Cost, ErrorInfo, Message, Usage
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import TextDelta
 
 from .prices import Prices
 from .providers.base import Completed, Live, Provider, ProviderError, ProviderRequest, ProviderSet
+from .sendable import sendable, sendable_message
 
 
 class Heard:
@@ -56,23 +59,25 @@ async def call_model(
 ) -> Completed:
     """The whole answer; `take` is given the live events. Leaving it in mid-stream closes the provider's connection.
 
-    Raises `ProviderError`.
+    Whatever a provider says is made sendable here. Raises `ProviderError`.
     """
     stream = provider.stream(request)
     try:
         async for item in stream:
             if isinstance(item, Completed):
                 heard.note(item.usage, item.cost)
-                return item
+                return msgspec.structs.replace(item, message=sendable_message(item.message))
             if isinstance(item, Usage):
                 heard.note(item)
             elif isinstance(item, Cost):
                 heard.note(None, item)
             else:
+                item = sendable(item)
                 heard.add(item)
                 take(item)
     except ProviderError as error:
         heard.note(error.usage)
+        error.info = sendable(error.info)
         raise
     finally:
         close = getattr(stream, "aclose", None)

@@ -6,28 +6,23 @@ the first ones anyway and reads all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
-from typing import Any
-
-import jsonschema_rs
 import msgspec
 
 from turnmill.protocol.content import Message, ToolCall, ToolCallPart
 from turnmill.protocol.json_answer import json_answer
+from turnmill.protocol.schemas import reasons, validator_of
 from turnmill.protocol.specs import Plan
 
-REASONS_MAX = 5
-_REASON_LENGTH_MAX = 300
+from .sendable import arguments_fault
 
 
 class OutputCheck:
     """The checks of one plan. Raises `ValueError` where one of its schemas is no JSON Schema."""
 
     def __init__(self, plan: Plan) -> None:
-        self._tools = {name: _validator(spec.schema, f"tool {name!r}") for name, spec in plan.tools.items()}
+        self._tools = {name: validator_of(spec.schema, f"tool {name!r}") for name, spec in plan.tools.items()}
         output = plan.agent.output
-        self._answer = _validator(output.schema, "the agent's output") if output is not None else None
+        self._answer = validator_of(output.schema, "the agent's output") if output is not None else None
 
     def with_checked_calls(self, message: Message) -> Message:
         """The message with every call's arguments checked; what is wrong stands in the call's `error`."""
@@ -47,43 +42,15 @@ class OutputCheck:
         if not text.strip():
             return "the answer is empty"
         try:
-            value = json_answer(text)
-        except ValueError as error:
+            return "; ".join(reasons(self._answer, json_answer(text))) or None
+        except ValueError as error:  # no JSON, or nested deeper than it can be checked
             return str(error)
-        return "; ".join(_reasons(self._answer, value)) or None
 
     def _checked(self, call: ToolCall) -> ToolCall:
-        if call.error is None and not _is_portable(call.arguments):
-            return msgspec.structs.replace(call, arguments={}, error="an integer of more than 64 bits")
+        fault = arguments_fault(call.arguments) if call.error is None else None
+        if fault is not None:
+            return msgspec.structs.replace(call, arguments={}, error=fault)
         validator = self._tools.get(call.name)
         if validator is None or call.error is not None or validator.is_valid(call.arguments):
             return call
-        return msgspec.structs.replace(call, error="; ".join(_reasons(validator, call.arguments)))
-
-
-def _validator(schema: dict[str, Any], of: str) -> jsonschema_rs.Validator:
-    try:
-        return jsonschema_rs.validator_for(schema)
-    except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
-        reason = getattr(error, "message", None) or str(error)
-        raise ValueError(f"the schema of {of} is no JSON Schema: {reason}") from error
-
-
-def _reasons(validator: jsonschema_rs.Validator, value: Any) -> Iterator[str]:
-    """What does not fit, with the place where; at most `REASONS_MAX`."""
-    for error in islice(validator.iter_errors(value), REASONS_MAX):
-        path = ".".join(str(part) for part in error.instance_path)
-        # The message quotes the value, which may be all of the answer.
-        reason = error.message
-        if len(reason) > _REASON_LENGTH_MAX:
-            reason = f"{reason[: _REASON_LENGTH_MAX // 2]} ... {reason[-_REASON_LENGTH_MAX // 2 :]}"
-        yield f"{path}: {reason}" if path else reason
-
-
-def _is_portable(value: Any) -> bool:
-    """Whether every integer fits 64 bits: no other language, and no state record, could carry it."""
-    if isinstance(value, dict):
-        return all(_is_portable(item) for item in value.values())
-    if isinstance(value, list):
-        return all(_is_portable(item) for item in value)
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
+        return msgspec.structs.replace(call, error="; ".join(reasons(validator, call.arguments)))

@@ -19,6 +19,7 @@ from pydantic_core import SchemaError, to_jsonable_python
 from typing_extensions import TypedDict
 
 from turnmill.protocol.errors import DefinitionError
+from turnmill.protocol.schemas import foreign_reference
 from turnmill.protocol.values import pack_value
 
 from .tool_context import ToolContext
@@ -130,6 +131,11 @@ def _arguments_schema(
             described.setdefault("description", descriptions[item.name])
         if not item.required:
             _describe_default(described, item.default)
+    reference = foreign_reference(schema)
+    if reference is not None:
+        raise DefinitionError(
+            f"tool {tool_name!r} has a parameter whose schema refers to {reference!r}, which is not inside of it"
+        )
     return schema
 
 
