@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.recordings import Case, load_cases  # noqa: E402  # the tests are no package
-
 from turnmill.protocol.content import Message  # noqa: E402
 from turnmill.workers.providers.base import ProviderRequest  # noqa: E402
 from turnmill.workers.providers.format import Endpoint  # noqa: E402
@@ -67,7 +66,11 @@ def enlarged(api: str) -> tuple[bytes, int, str]:
     """The body of the recording with the most text deltas, made longer; its events, and its name."""
     best: tuple[int, Case | None] = (0, None)
     for case in load_cases(api):
-        if case.meta["response_file"].endswith(".sse") and case.meta.get("http_status") == 200 and "recordings" in str(case.directory):
+        if (
+            case.meta["response_file"].endswith(".sse")
+            and case.meta.get("http_status") == 200
+            and "recordings" in str(case.directory)
+        ):
             deltas = sum(1 for event in _blocks(case.body) if _is_delta(api, event))
             best = max(best, (deltas, case), key=lambda each: each[0])
     deltas, case = best
@@ -229,7 +232,13 @@ def main() -> None:
             cost = best_of(run, options.repeat) / events * 1e6
             bare = bare or cost
             if options.json:
-                told = {"api": api, "reader": reader, "us_per_event": round(cost, 2), "events": events, "recording": name}
+                told = {
+                    "api": api,
+                    "reader": reader,
+                    "us_per_event": round(cost, 2),
+                    "events": events,
+                    "recording": name,
+                }
                 print(json.dumps(told))
             else:
                 print(f"{api:20} {reader:14} {cost:9.2f} {cost / bare:7.1f} {events:7}  {name}", flush=True)

@@ -66,7 +66,10 @@ async def test_four_decisions_in_reverse_of_which_one_never_comes(stage: Stage) 
             await same.approve("nobody")
         assert (refused.value.kind, refused.value.pending) == ("no_pending_approval", (first,))
         assert len(await stage.client.transcript("s")) == 2
-        assert await same.approve(second, first) == ()  # the end of the second one's time stands
+        with pytest.raises(CommandRefusedError, match=f"{second} has expired already") as refused:
+            await same.approve(second, first)
+        assert (refused.value.kind, refused.value.pending) == ("already_decided", (first,))
+        assert await same.approve(first) == ()
         result = await end(same)
     texts = [call.result for call in result.function_calls]
     assert [texts[0], texts[3]] == ["paid 1", "paid 4"]

@@ -85,7 +85,10 @@ async def test_cursors_at_and_behind_the_end(client: LocalClient) -> None:
     numbers = [number async for number, _ in turn.numbered_events()]
     same = client.attach(turn.id)
     assert await asyncio.wait_for(_collect(same, numbers[-1]), 10) == []
-    for after in (numbers[-1] + 1, 10**9):  # of an engine that knew more than this one: the reader is told the end again
+    for after in (
+        numbers[-1] + 1,
+        10**9,
+    ):  # of an engine that knew more than this one: the reader is told the end again
         assert [event.type for event in await asyncio.wait_for(_collect(same, after), 10)] == ["turn.finished"]
     assert len(await _collect(same, numbers[-2])) == 1
     for nonsense in (-1, 1.5, None, "x"):

@@ -370,7 +370,9 @@ async def test_a_deleted_session_leaves_nothing(
     await run(client, session, Message(role="user", content=[ImagePart(data=bytes(100_000)), TextPart("hi")]))
     await session.values.set("mood", "fine")
     names = await keys_of(redis_client, session, client)
-    assert len(await existing(redis_client, names)) == 6  # record, transcript, values, a blob, their list, what else it owns
+    assert (
+        len(await existing(redis_client, names)) == 6
+    )  # record, transcript, values, a blob, their list, what else it owns
     await session.delete()
     assert await existing(redis_client, names) == []
     assert (await session.messages(), await session.values.all()) == ([], {})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 
 ADMINISTRATION = """
+CONFIG GET *
 CONFIG SET maxmemory 1
 CONFIG REWRITE
 KEYS *
@@ -39,7 +40,6 @@ SET Nx 1
 """
 
 SCRIPTS_AND_SECRETS = """
-CONFIG GET *
 CLIENT UNBLOCK 1
 EVAL "return 1" 0
 EVAL "return redis.call('SET', KEYS[1], 1)" 1 P:blob:x

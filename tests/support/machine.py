@@ -120,6 +120,7 @@ class Session:
         self.kept: list[str] = []
         self.deletions = 0
         self.counters: dict[str, int] = {}
+        self.released: list[str] = []
         self.last = Decision(self.state, [])
         self.submitted = 0
 
@@ -383,6 +384,7 @@ class Session:
                 self.tasks.append(task)
             case Record(turn_id, fields):
                 self.records.setdefault(turn_id, {}).update(fields)
+                self.released += [effect.releases] if effect.releases else []
             case Index(turn_id):
                 self.index.append(turn_id)
             case Feed():

@@ -800,3 +800,18 @@ async def test_without_the_owner_one_gives_back_what_is_anothers(engine: Engine,
     fence = "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end"
     assert await renew(engine, keys, "former owner", 0, Altered(RENEW_LEASE, (fence, ""))) == 1
     assert await engine.call("EXISTS", keys.lease) == 0
+
+
+async def test_a_refused_turns_idempotency_key_is_free_again(engine: Engine, keys: Any, store: Store) -> None:
+    """Only if it still stands for that turn, and whatever else has taken its place."""
+    mine, others, list_key = (keys.idempotency("s", name) for name in ("mine", "others", "list"))
+    await engine.call("SET", mine, f"{TURN} body")
+    await engine.call("SET", others, f"{OTHER} body")
+    await engine.call("RPUSH", list_key, TURN)
+    releasing = [
+        Record(TURN, {"status": "failed"}, ends=True, releases=key.removeprefix(keys.base))
+        for key in (mine, others, list_key, keys.idempotency("s", "gone"))
+    ]
+    assert await run(store, commit(*releasing, Count("odd"), state=None)) == [1]
+    assert [await engine.call("EXISTS", key) for key in (mine, others, list_key)] == [0, 1, 1]
+    assert await engine.call("HGET", keys.stats, "odd") == b"1"  # what comes behind it is done

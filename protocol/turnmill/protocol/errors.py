@@ -3,6 +3,7 @@
 TurnmillError
 ├── ConfigurationError     settings that contradict each other or the namespace; names the rule
 ├── DefinitionError        an agent, tool or option that cannot work; raised where it is defined
+├── NotInConversationError a turn or step that a session's conversation does not have
 ├── CodecError             bytes that are no message
 │   └── MessageTooLarge
 ├── EngineError            Redis or Valkey
@@ -77,6 +78,10 @@ class ConfigurationError(TurnmillError):
 
 class DefinitionError(TurnmillError):
     """An agent, tool or option that cannot work as it is defined."""
+
+
+class NotInConversationError(TurnmillError, ValueError):
+    """A turn or step that a session's conversation does not have, cannot be cut at, or knows too little of."""
 
 
 class CodecError(TurnmillError):

@@ -93,10 +93,11 @@ async def check_engine(engine: Engine) -> None:
 async def evicting_policy(engine: Engine) -> str | None:
     """The server's eviction policy where it may evict work; None where it is safe or not told."""
     try:
-        replies = await engine.call_each("CONFIG", "GET", "maxmemory-policy")
+        # Not by CONFIG, which also tells passwords: access lists need not allow it.
+        replies = await engine.call_each("INFO", "memory")
     except EngineReplyError:
         return None
-    policies = [pairs(reply).get(b"maxmemory-policy", b"noeviction").decode() for reply in replies]
+    policies = [_parse_info(reply).get("maxmemory_policy", "noeviction") for reply in replies]
     return next((policy for policy in policies if policy != "noeviction"), None)
 
 

@@ -100,7 +100,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _SECRET_FIELDS = frozenset({"redis_url", "api_tokens", "providers"})
 _MASK = "***"
-TABLES = frozenset({"providers", "prices", "limits"})
+TABLES = frozenset({"providers", "prices", "models", "limits"})
 """What only the file can say."""
 
 
@@ -182,8 +182,24 @@ class ModelPrice(BaseModel):
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$", description="as ISO 4217 has it")] = "USD"
 
 
+class ModelCapabilities(BaseModel):
+    """What a model can do: a table `[models."<provider:model>"]` of `turnmill.toml`. What is not said is not known, and
+    left to the provider to refuse."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    context_window: Annotated[int, Field(ge=1, le=10**9, description="tokens of a prompt with its answer")] | None = (
+        None
+    )
+    images: bool | None = None
+    files: bool | None = None
+    tools: bool | None = None
+    reasoning: bool | None = None
+
+
 _TABLE_MODELS: dict[str, type[BaseModel]] = {
     "prices": ModelPrice,
+    "models": ModelCapabilities,
     "providers": ProviderEndpoint,
     "limits": ProviderLimits,
 }
@@ -292,6 +308,7 @@ class Settings(BaseSettings):
     script_log: Path | None = Field(None, description="file to which the `scripted` provider writes what it was asked")
     providers: dict[str, ProviderEndpoint] = Field({}, description="further endpoints; only from the file")
     prices: dict[str, ModelPrice] = Field({}, description="prices by `provider:model`; only from the file")
+    models: dict[str, ModelCapabilities] = Field({}, description="what `provider:model` can do; only from the file")
     limits: dict[str, ProviderLimits] = Field({}, description="limits by provider; only from the file")
 
     @classmethod

@@ -209,7 +209,9 @@ class AccessLists:
         )
         yield self._on("%R~", [lambda keys: keys.stats, lambda keys: keys.load], "+hgetall +hget +hmget")
         provider = self._any_provider
-        yield Selector([f"%R~{key}" for key in (provider.state, provider.calls, provider.waiting)], "+hgetall +zcard")
+        yield Selector(
+            [f"%R~{key}" for key in (provider.state, provider.calls, provider.waiting)], "+hgetall +zcard +zcount"
+        )
 
     def _operator(self) -> Iterator[Selector]:
         """Pauses, drains, dead letters: these have content, and go back into any stream."""
@@ -228,7 +230,7 @@ class AccessLists:
         registries += [keys.coordinators, keys.limits, keys.directives, keys.readers("*")]
         provider = self._any_provider
         registries += [provider.state, provider.calls, provider.waiting, provider.seen]
-        root = f"{_PYTHON} +config|get +script|load +script|exists +client|unblock +spublish"
+        root = f"{_PYTHON} +script|load +script|exists +client|unblock +spublish"
         return Rules(root, names, [Selector([f"~{name}" for name in (*names, *registries)], _COORDINATOR)])
 
     # ---- names

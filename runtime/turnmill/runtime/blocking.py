@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapp
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-from turnmill.protocol.content import Message, ToolResult
+from turnmill.protocol.content import Message, OutputPart, ToolResult
 from turnmill.protocol.events import Event
 from turnmill.protocol.messages import OnBusy
 
@@ -86,7 +86,7 @@ class SyncTurn:
 
     def steer(
         self,
-        message: str | Message | Sequence[Any],
+        message: str | Message | Sequence[OutputPart],
         *,
         role: Literal["user", "system"] = "user",
         mode: Literal["steer", "queue"] = "steer",
@@ -109,7 +109,7 @@ class SyncTurn:
         self,
         *,
         tool_results: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any]] = (),
-        message: str | Message | None = None,
+        message: str | Message | Sequence[OutputPart] | None = None,
     ) -> tuple[str, ...]:
         return self._loop.run(self._turn.resume(tool_results=tool_results, message=message))
 
@@ -160,7 +160,7 @@ class SyncClient:
     def turn(
         self,
         agent: Agent | str,
-        message: str | Message | Sequence[Message],
+        message: str | Message | Sequence[Message] | Sequence[OutputPart],
         *,
         session: str | None = None,
         options: TurnOptions | None = None,

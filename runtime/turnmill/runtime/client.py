@@ -17,7 +17,7 @@ from turnmill.protocol.acknowledgement import Acknowledgement
 from turnmill.protocol.blobs import resolve_messages, with_blobs
 from turnmill.protocol.codec import ANSWER_CODEC, BODY_FIELD, MESSAGE_CODEC, decode_message, encode_body
 from turnmill.protocol.connection import Engine, pairs
-from turnmill.protocol.content import Message, ToolResult
+from turnmill.protocol.content import Message, OutputPart, ToolResult
 from turnmill.protocol.errors import ConfigurationError, DefinitionError, EngineUnavailable
 from turnmill.protocol.keys import Keys, PartitionKeys, new_turn_id, submission_ms, valid_session_id
 from turnmill.protocol.messages import Answer, Command, OnBusy, StartTurn, SteerTurn
@@ -30,7 +30,8 @@ from . import dead_letters
 from .channel import Channels
 from .dead_letters import Change, DeadLetter
 from .definitions import Agent, TurnOptions, sent_metadata
-from .idempotency import claim_turn
+from .given import messages_of
+from .idempotency import check_key, claim_turn
 from .refusals import refusal, refusal_told
 from .registry import publish
 from .sessions import Session
@@ -65,7 +66,7 @@ class Client:
     async def turn(
         self,
         agent: Agent | str,
-        message: str | Message | Sequence[Message],
+        message: str | Message | Sequence[Message] | Sequence[OutputPart],
         *,
         session: str | None = None,
         options: TurnOptions | None = None,
@@ -75,8 +76,8 @@ class Client:
     ) -> Turn:
         """Start a turn and return its handle; the turn runs whether anyone watches or not.
 
-        `agent` is an `Agent`, which is published, or the name of one that is. `message` is a text, a message, or a list
-        of messages that is used as it is. Without `session` the turn has a session of its own.
+        `agent` is an `Agent`, which is published, or the name of one that is. `message` is a text, a list of parts, a
+        message, or a list of messages that is used as it is. Without `session` the turn has a session of its own.
 
         `on_busy` says what happens where another turn is live on the session: the new one waits for its end (`queue`),
         is refused with `SessionBusyError` (`reject`), becomes steering of the live one, whose handle is returned
@@ -89,6 +90,7 @@ class Client:
             raise DefinitionError(f"options is a {type(options).__name__}, not TurnOptions")
         if on_busy not in _ON_BUSY:
             raise DefinitionError(f"on_busy={on_busy!r}: one of {', '.join(_ON_BUSY)}")
+        given = messages_of(message)
         session_id = _session_id(session, idempotency_key)
         if rewind_to is not None:
             await self._check_cut(session_id, rewind_to)
@@ -98,7 +100,7 @@ class Client:
             turn_id=new_turn_id(keys.partition),
             session_id=session_id,
             agent=reference,
-            messages=await self._stored(keys, _messages(message)),
+            messages=await self._stored(keys, given),
             overrides=options.overrides(),
             metadata=sent_metadata(options.metadata),
             tenant=options.tenant,
@@ -121,6 +123,7 @@ class Client:
 
     async def _start_once(self, command: StartTurn, turn: Turn, keys: PartitionKeys, idempotency_key: str) -> Turn:
         """The turn that the key stands for; its command is sent again unless a coordinator has read it."""
+        self._encoded(command)  # what cannot be sent must not hold the key
         lifetime_seconds = self.settings.idempotency_ttl or self.settings.record_ttl
         with refusal_told(command.type):
             command = await claim_turn(self.engine, keys, command, idempotency_key, lifetime_seconds)
@@ -351,22 +354,14 @@ class Client:
 
 def _session_id(session: str | None, idempotency_key: str | None) -> str:
     """The session that was named, one that the key stands for, or a new one."""
+    if idempotency_key is not None:
+        check_key(idempotency_key)
     if session is None and idempotency_key is not None:
         return f"k-{hashlib.blake2b(idempotency_key.encode(), digest_size=13).hexdigest()}"
-    session_id = session or f"s-{str(ULID()).lower()}"
+    session_id = session if session is not None else f"s-{str(ULID()).lower()}"
     if not isinstance(session_id, str) or not valid_session_id(session_id):
         raise DefinitionError(f"{session_id!r} is no session id: up to 256 characters without white space or braces")
     return session_id
-
-
-def _messages(message: str | Message | Sequence[Message]) -> list[Message]:
-    if isinstance(message, str):
-        return [Message(role="user", content=message)]
-    given: Any = [message] if isinstance(message, Message) else message
-    messages: list[Message] = list(given) if isinstance(given, Sequence) else []
-    if not messages or not all(isinstance(item, Message) for item in messages):
-        raise DefinitionError("a turn starts with a text, a Message or a list of Messages")
-    return messages
 
 
 @asynccontextmanager

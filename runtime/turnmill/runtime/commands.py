@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from turnmill.protocol.content import ErrorInfo
+from turnmill.protocol.content import ErrorInfo, Message
 from turnmill.protocol.errors import ErrorKind
 from turnmill.protocol.events import ApprovalDecided, SteeringDropped, SteeringQueued, TurnResumed
 from turnmill.protocol.messages import (
@@ -66,7 +66,7 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
     if turn is None and queued is None:
         text = f"turn {command.turn_id} has ended: start another turn on the session"
         return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.TURN_ENDED, text))
-    fault = pairing.fault([command.message])
+    fault = steering_fault(command.message)
     if fault is not None:
         return draft.reply(command.steering_id, _refused(command.turn_id, ErrorKind.BAD_REQUEST, fault))
     accepted = Answer(turn_id=command.turn_id, steering_id=command.steering_id)
@@ -88,6 +88,13 @@ def steer(draft: Draft, command: SteerTurn, pending_max: int) -> None:
             changed = msgspec.structs.replace(queued, steering=[*queued.steering, item], steered=steered)
             draft.state.queue[index] = changed
     return draft.reply(command.steering_id, accepted)
+
+
+def steering_fault(message: Message) -> str | None:
+    """Why a message may not join a live turn; None where it may."""
+    if message.role not in ("user", "system"):
+        return f"a turn is told something by a user or by the system, not by the role {message.role!r}"
+    return pairing.fault([message])
 
 
 def add_steering(draft: Draft, turn: TurnState, item: Steering) -> None:
@@ -211,7 +218,7 @@ def _resume_problem(command: ResumeTurn, turn: TurnState | None, pending_max: in
     if turn is None:
         text = f"turn {command.turn_id} waits for no result: it has ended"
         return _refused(command.turn_id, ErrorKind.NO_PENDING_TOOLS, text)
-    fault = pairing.fault([command.message]) if command.message is not None else None
+    fault = steering_fault(command.message) if command.message is not None else None
     if fault is not None:
         return _refused(command.turn_id, ErrorKind.BAD_REQUEST, fault)
     if command.message is not None and command.request_id not in turn.steered and len(turn.steering) >= pending_max:
@@ -291,7 +298,9 @@ def _approval_problem(command: DecideApprovals, turn: TurnState | None) -> Answe
     if any(wanted[item.tool_call_id] is not item.approved for item in command.decisions):
         return _refused(turn_id, ErrorKind.BAD_REQUEST, "a call is to be approved and denied", waiting)
     otherwise = [
-        f"{call_id} has been {asked[call_id].decided}" if asked[call_id].decided != EXPIRED else f"{call_id} has expired"
+        f"{call_id} has been {asked[call_id].decided}"
+        if asked[call_id].decided != EXPIRED
+        else f"{call_id} has expired"
         for call_id, approved in wanted.items()
         if asked[call_id].decided and (asked[call_id].decided == APPROVED) is not approved
     ]

@@ -10,11 +10,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from turnmill.protocol.errors import DefinitionError
 from turnmill.protocol.keys import valid_name
-from turnmill.protocol.specs import RetryPolicy, ToolSpec
+from turnmill.protocol.specs import RetryPolicy, StopCondition, ToolSpec
 
 from .hook_definitions import HookCollector, check_approval, check_hook, check_stop_condition, spec_of
 from .option_values import check_model, compaction_of, output_spec_of, reasoning_of, struct_of
 from .tool_definitions import own_specs, tool_names
+
+TOOL_CHOICES = (None, "auto", "none", "required")
+"""Words; any other `tool_choice` is the name of a tool."""
 
 
 class Definition(BaseModel):
@@ -142,6 +145,18 @@ def check_approved_tools(where: str, approvals: Mapping[str, Any], tools: Sequen
     if unknown:
         known = ", ".join(names) or "none"
         raise DefinitionError(f"{where}: approvals names {', '.join(unknown)}, which is not among its tools: {known}")
+
+
+def check_named_tools(where: str, definition: Any) -> None:
+    """A name that is written wrong would be refused by the provider, or a condition that never holds."""
+    names = tool_names(definition.tools)
+    wanted = [("tool_choice", definition.tool_choice)] if definition.tool_choice not in TOOL_CHOICES else []
+    conditions = [condition for condition in definition.stop_when or () if isinstance(condition, StopCondition)]
+    wanted += [("has_tool_call", condition.tool) for condition in conditions if condition.tool is not None]
+    for field, name in wanted:
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise DefinitionError(f"{where}: {field} names {name!r}, which is not among its tools: {known}")
 
 
 _STRUCTS: dict[str, Callable[[Any], msgspec.Struct]] = {

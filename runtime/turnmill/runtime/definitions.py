@@ -18,7 +18,7 @@ from turnmill.protocol.keys import valid_name
 from turnmill.protocol.specs import AgentSpec, Compaction, Reasoning, RetryPolicy, StopCondition, ToolSpec
 from turnmill.protocol.values import pack_value
 
-from .definition_base import Definition, Options, check_approved_tools, published_fields
+from .definition_base import Definition, Options, check_approved_tools, check_named_tools, published_fields
 from .hook_definitions import HOOK_POINTS, HookCollector, HookFunction, check_hook
 from .option_values import check_signal, model_class_of
 from .tool_definitions import (
@@ -134,6 +134,7 @@ class Agent(Options):
         self.agent_spec()
         self.agents()
         check_approved_tools(f"agent {self.name!r}", self.approvals, self.tools)
+        check_named_tools(f"agent {self.name!r}", self)
 
     @field_validator("name")
     @classmethod
@@ -236,6 +237,7 @@ class TurnOptions(Options):
         self.overrides()
         if self.tools is not None:
             check_approved_tools("TurnOptions", self.approvals or {}, self.tools)
+            check_named_tools("TurnOptions", self)
 
     @field_validator("metadata", mode="after")
     @classmethod

@@ -116,7 +116,10 @@ class Draft:
 
     def record_refused(self, command: StartTurn, error: msgspec.Struct, status: str = "failed") -> None:
         fields = {**self._head(command, status), "error": encode_json(error)}
-        self.effects.append(Record(command.turn_id, fields, ends=True))
+        # The same call is a fresh try, unless its turn was accepted once, and dropped from the queue.
+        releases = command.idempotency if status == "failed" and command.idempotency in fields else ""
+        fields.pop(releases, None)
+        self.effects.append(Record(command.turn_id, fields, ends=True, releases=releases))
         self.effects.append(Index(command.turn_id, self.now_ms))
 
     def feed(self, turn_id: str, agent_id: str, event: str, detail: str | None = None) -> None:

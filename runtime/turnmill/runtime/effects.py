@@ -82,11 +82,13 @@ class DeleteSession(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Set fields of a turn's record; `ends` starts its expiry."""
+    """Set fields of a turn's record; `ends` starts its expiry. `releases` is the idempotency key (its name behind the
+    partition) that may stand for another turn from now on, because this one did not come to be."""
 
     turn_id: str
     fields: dict[str, str | bytes]
     ends: bool = False
+    releases: str = ""
 
 
 class Index(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from turnmill.protocol.events import (
     ENDED_STATUSES,
     Event,
     SteeringDropped,
+    SteeringQueued,
     StepFinished,
     StepSummary,
     ToolExecutionFinished,
@@ -61,8 +62,11 @@ def _never_started(
 ) -> None:
     draft.record_refused(command, error, status)
     for position, item in enumerate(steering):
+        queued = SteeringQueued(steering_id=item.steering_id, message=item.message)
+        draft.effects.append(Publish(command.turn_id, queued, opens=position == 0))
+    for item in steering:
         dropped = SteeringDropped(steering_id=item.steering_id, reason="the turn was stopped before it started")
-        draft.effects.append(Publish(command.turn_id, dropped, opens=position == 0))
+        draft.effects.append(Publish(command.turn_id, dropped))
     termination = Termination(kind=status, error_type=error.kind, message=error.message)
     failed = TurnFailed(
         error=error.message,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from turnmill.protocol.connection import Engine, pairs
-from turnmill.protocol.keys import Keys, pool_of_queue
+from turnmill.protocol.keys import Keys, model_queue, pool_of_queue
 from turnmill.protocol.settings import Settings
 
 from .directives import read_directives
@@ -56,12 +56,20 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     def of_role(self, role: str) -> list[WorkerEntry]:
         return [worker for worker in self.workers if worker.role == role]
 
-    def missing(self) -> Iterator[str]:
-        """What no turn can do without."""
+    def missing(self, pool: str | None = None) -> Iterator[str]:
+        """What no turn can do without, and one whose model calls wait in this pool."""
         if not self.coordinators:
             yield "no coordinator is alive: start `turnmill coordinator` (or `turnmill dev APP`)"
         if not any(pool_of_queue(queue) is not None for queue in self.queues):
             yield "no LLM worker is alive: start `turnmill worker llm` (or `turnmill dev APP`)"
+        elif pool is not None and model_queue(pool) not in self.queues:
+            yield f"no LLM worker serves the pool {pool!r}: {_who_serves(pool)}"
+
+
+def _who_serves(pool: str) -> str:
+    if pool.startswith("host."):
+        return "bring the app of that model function: `turnmill worker llm APP`, or --app APP"
+    return f"start `turnmill worker llm --pool {pool}`"
 
 
 async def read_fleet(engine: Engine, keys: Keys, settings: Settings) -> Fleet:

@@ -19,13 +19,21 @@ from turnmill.protocol.messages import StartTurn
 KEY_CHARACTERS_MAX = 512
 
 
+def check_key(idempotency_key: object) -> None:
+    """Raises `DefinitionError` for what is no idempotency key."""
+    if not isinstance(idempotency_key, str) or not 0 < len(idempotency_key) <= KEY_CHARACTERS_MAX:
+        raise DefinitionError(f"an idempotency key is a text of 1 to {KEY_CHARACTERS_MAX} characters")
+    try:
+        idempotency_key.encode()
+    except UnicodeEncodeError as error:
+        raise DefinitionError(f"the idempotency key {idempotency_key!r} is no text: {error}") from error
+
+
 async def claim_turn(
     engine: Engine, keys: PartitionKeys, command: StartTurn, idempotency_key: str, lifetime_seconds: int
 ) -> StartTurn:
     """The command with the id of the turn that the key stands for: its own, if nobody used the key on this session before.
     Raises `IdempotencyConflictError` where it was used with another body."""
-    if not isinstance(idempotency_key, str) or not 0 < len(idempotency_key) <= KEY_CHARACTERS_MAX:
-        raise DefinitionError(f"an idempotency key has 1 to {KEY_CHARACTERS_MAX} characters")
     name = keys.idempotency(command.session_id, idempotency_key)
     command = msgspec.structs.replace(command, idempotency=name.removeprefix(keys.base))
     fingerprint = _fingerprint(command)

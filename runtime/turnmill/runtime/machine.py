@@ -290,6 +290,10 @@ def _busy(draft: Draft, live: TurnState, command: StartTurn, limits: Limits) -> 
         text = f"turn {live.turn_id} is live on session {session} (on_busy=reject)"
         return ErrorInfo(kind=ErrorKind.SESSION_BUSY, message=text)
     joins = command.on_busy == "steer" and live.phase is not TurnPhase.ABORTING
+    faults = [fault for message in command.messages if (fault := commands.steering_fault(message))] if joins else []
+    if faults:
+        text = f"the messages cannot join turn {live.turn_id} (on_busy=steer): {faults[0]}"
+        return ErrorInfo(kind=ErrorKind.BAD_REQUEST, message=text)
     waiting = len(live.steering) if joins else len(state.queue)
     if waiting >= limits.queued_turns_max:
         text = f"{waiting} turns wait on session {session} already: raise TURNMILL_SESSION_QUEUE_MAX"

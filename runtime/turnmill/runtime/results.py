@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from turnmill.protocol.content import AttemptUsage, Cost, Message, Termination, ToolCall, ToolResult, Usage
-from turnmill.protocol.errors import DefinitionError
 from turnmill.protocol.events import (
     Event,
     ReasoningDelta,
@@ -22,7 +20,7 @@ from turnmill.protocol.events import (
 )
 from turnmill.protocol.json_answer import json_answer
 from turnmill.protocol.step_results import StepResult, step_result, step_results, unpack_message
-from turnmill.protocol.values import pack_value, unpack_value
+from turnmill.protocol.values import unpack_value
 
 __all__ = [
     "Exchange",
@@ -239,30 +237,3 @@ def _function_calls(step: StepResult) -> list[FunctionCall]:
             )
         )
     return calls
-
-
-def results_of(given: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any]]) -> list[ToolResult]:
-    """A host's results in the form of the wire. Raises `DefinitionError` for what is none."""
-    if isinstance(given, Mapping):
-        given = [{"tool_call_id": call_id, "result": value} for call_id, value in given.items()]
-    try:
-        return [_host_result(item) for item in given]
-    except (TypeError, ValueError) as error:
-        raise DefinitionError(f"a tool result cannot be sent: {error}") from error
-
-
-def _host_result(item: ToolResult | Mapping[str, Any]) -> ToolResult:
-    if isinstance(item, ToolResult):
-        return msgspec.structs.replace(item, result=pack_value(item.result))
-    if not isinstance(item, Mapping) or not isinstance(item.get("tool_call_id"), str):
-        raise DefinitionError(f"{item!r} is no tool result: write {{'tool_call_id': ..., 'result': ...}}")
-    unknown = item.keys() - {"tool_call_id", "result", "is_error", "tool_name", "content"}
-    if unknown:
-        raise DefinitionError(f"a tool result has no field {', '.join(sorted(map(str, unknown)))}")
-    return ToolResult(
-        tool_call_id=item["tool_call_id"],
-        tool_name=str(item.get("tool_name", "")),
-        result=pack_value(item.get("result")),
-        is_error=bool(item.get("is_error", False)),
-        content=item.get("content"),
-    )

@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import ConfigurationError, EngineError, EngineReplyError
@@ -28,6 +28,9 @@ from turnmill.workers.tool_worker import ToolWorker
 from .coordinator import Coordinator
 from .registry import publish
 from .telemetry import start_telemetry
+
+if TYPE_CHECKING:
+    from turnmill.workers.providers.base import ProviderSet
 
 _log = get_logger(__name__)
 _PUBLISH_SECONDS = 15.0
@@ -137,16 +140,21 @@ def build_llm_worker(
     engine: Engine, keys: Keys, settings: Settings, app: App | None, pools: list[str], concurrency: int | None
 ) -> Role:
     """An LLM worker with the models and scripts of an app; each model function has a pool of its own."""
+    providers = open_providers(settings, app)
+    from turnmill.workers.llm_worker import LLMWorker
+
+    served = (pools or ["default"]) + [f"host.{model.name}" for model in (app.models.values() if app else ())]
+    return LLMWorker(engine, keys, settings, providers, pools=served, concurrency=concurrency)
+
+
+def open_providers(settings: Settings, app: App | None) -> ProviderSet:
+    """Every provider that an LLM worker with these settings, this app and this environment can speak to."""
     try:
-        from turnmill.workers.llm_worker import LLMWorker
         from turnmill.workers.providers.catalog import build_providers
     except ImportError as error:
         raise ConfigurationError(f"an LLM worker needs `pip install turnmill[llm]`: {error}") from error
-    models = list(app.models.values()) if app else []
-    scripts = list(app.scripts.values()) if app else []
-    served = (pools or ["default"]) + [f"host.{model.name}" for model in models]
-    providers = build_providers(settings, scripts, models)
-    return LLMWorker(engine, keys, settings, providers, pools=served, concurrency=concurrency)
+    scripts, models = (app.scripts.values(), app.models.values()) if app else ((), ())
+    return build_providers(settings, scripts, models)
 
 
 async def publish_app(engine: Engine, keys: Keys, app: App) -> None:

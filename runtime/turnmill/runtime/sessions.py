@@ -18,8 +18,14 @@ from turnmill.protocol.blob_refs import refs_of, with_keys
 from turnmill.protocol.blobs import resolve_messages
 from turnmill.protocol.codec import decode_message, encode_body
 from turnmill.protocol.connection import Argument
-from turnmill.protocol.content import Message
-from turnmill.protocol.errors import CommandRefusedError, DefinitionError, ErrorKind, SessionBusyError
+from turnmill.protocol.content import Message, OutputPart
+from turnmill.protocol.errors import (
+    CommandRefusedError,
+    DefinitionError,
+    ErrorKind,
+    NotInConversationError,
+    SessionBusyError,
+)
 from turnmill.protocol.keys import valid_session_id
 from turnmill.protocol.messages import DeleteSession
 from turnmill.protocol.session_values import SessionValues
@@ -65,6 +71,8 @@ class Session:
 
     async def turns(self, limit: int = 20) -> list[TurnRecord]:
         """The newest turns of the session, newest first, as far as their records are kept."""
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise DefinitionError(f"turns(limit={limit!r}): at least 1")
         return await turns_of_session(self._client.engine, self._client.keys, self.id, limit)
 
     async def fork(self, *, new_id: str | None = None, turn: str | None = None, step: int | None = None) -> Session:
@@ -72,15 +80,15 @@ class Session:
 
         Without `turn` it is the whole conversation. Calls without results, those of a step that is under way, are left
         out with the message that made them. The new id is `<root>/<new_id>`, or `<root>/fork-...` without one. Raises
-        `CommandRefusedError` where that session exists, and `ValueError` for a turn or step that is not in the
-        conversation.
+        `CommandRefusedError` where that session exists, and `NotInConversationError` for a turn or step that is not
+        there.
         """
         target = Session(self._client, self._fork_id(new_id))
         messages = await self._entries()
         kept = current_entries(messages)
         kept = kept[: cut_length([messages[index] for index in kept], turn, step)]
         if not kept:
-            raise ValueError(f"session {self.id} has no messages to fork")
+            raise NotInConversationError(f"session {self.id} has no messages to fork")
         chosen = [messages[index] for index in kept]
         copied = await self._copy_blobs(chosen)
         changed = {
@@ -94,7 +102,7 @@ class Session:
     async def retry(
         self,
         turn_id: str | None = None,
-        message: str | Message | Sequence[Message] | None = None,
+        message: str | Message | Sequence[Message] | Sequence[OutputPart] | None = None,
         *,
         agent: Agent | str | None = None,
         options: TurnOptions | None = None,
@@ -103,7 +111,7 @@ class Session:
 
         `message` takes the place of what the turn was started with, `agent` of who answered. The model no longer sees
         the old turn and what came after it; the transcript keeps both. Raises `SessionBusyError` while a turn is live on
-        the session, and `ValueError` where the turn is not in the conversation.
+        the session, and `NotInConversationError` where the turn is not in the conversation.
         """
         messages = await self._entries()
         kept = current_entries(messages)
@@ -112,7 +120,7 @@ class Session:
         mine = [index for index in kept if turn_id is not None and messages[index].turn_id == turn_id]
         if turn_id is None or not mine:
             replaced = any(entry.turn_id == turn_id for entry in messages) and turn_id is not None
-            raise ValueError(
+            raise NotInConversationError(
                 f"turn {turn_id} of session {self.id} was replaced by another one: retry that, or fork the session"
                 if replaced
                 else f"session {self.id} has no messages of {f'turn {turn_id}' if turn_id else 'any turn'}"
@@ -122,7 +130,9 @@ class Session:
             text = f"turn {turn_id} is {record.state}: wait for its end, or abort it, and retry it then"
             raise SessionBusyError(text, kind=ErrorKind.SESSION_BUSY, turn_id=turn_id)
         if agent is None and record is None:
-            raise ValueError(f"the record of turn {turn_id} has expired: say which agent is to answer (agent=)")
+            raise NotInConversationError(
+                f"the record of turn {turn_id} has expired: say which agent is to answer (agent=)"
+            )
         return await self._client.turn(
             agent if agent is not None else record.agent_id if record is not None else "",
             message if message is not None else _given([messages[index] for index in mine]),

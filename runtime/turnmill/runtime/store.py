@@ -292,9 +292,10 @@ class _Writer:
         """Write an effect that stands for itself: what plain turns have is here, the rest below."""
         arguments, names = self.arguments, self._names
         match effect:
-            case Record(turn_id, fields, ends):
+            case Record(turn_id, fields, ends, releases):
                 lifetime_ms = self._retention.record_ms if ends else 0
                 self._record(turn_id, fields, lifetime_ms)
+                self._release(turn_id, releases)
                 if ends:
                     self._own(session_id, names.turn(turn_id), lifetime_ms)
             case DispatchModel():
@@ -371,12 +372,18 @@ class _Writer:
         name = key.removeprefix(self._names.base)
         self.arguments += ("O", self._key(self._names.owned(session_id)), lifetime_ms, name)
 
+    def _release(self, turn_id: str, name: str) -> None:
+        if name:
+            self._owned_count += 1
+            self.arguments += ("C", self._key(self._names.base + name), turn_id)
+
     def _record_of_deleted(self, effect: Record) -> int:
         """A turn that ends with its session is told for a moment, and listed no more; the number of effects."""
         if not effect.ends:
             self._record(effect.turn_id, effect.fields, 0)
             return 1
         self._record(effect.turn_id, effect.fields, self._retention.of_deleted.record_ms)
+        self._release(effect.turn_id, effect.releases)
         self.arguments += ("R", self._key(self._names.turns), effect.turn_id)
         return 2
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from turnmill.protocol.content import ErrorInfo
@@ -93,6 +94,7 @@ def start_telemetry(setting: str) -> Callable[[], None]:
 
 def _callback(setting: str) -> Callback:
     module, _, name = setting.partition(":")
+    _find_in_working_directory()
     try:
         callback: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -102,6 +104,13 @@ def _callback(setting: str) -> Callback:
     if not callable(callback):
         raise ConfigurationError(f"TURNMILL_TELEMETRY={setting} is a {type(callback).__name__}, not a function")
     return callback  # type: ignore[no-any-return]  # it is callable
+
+
+def _find_in_working_directory() -> None:
+    """Modules beside the process are found, as those of an APP are."""
+    folder = Path.cwd()
+    if not any(Path(entry or folder).resolve() == folder.resolve() for entry in sys.path):
+        sys.path.insert(0, str(folder))
 
 
 def current_trace() -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from turnmill.protocol.content import Message
+from turnmill.protocol.errors import NotInConversationError
 from turnmill.protocol.messages import Segment
 
 REWIND = "turnmill.rewind_to"
@@ -36,24 +37,24 @@ def closed_length(messages: Sequence[Message]) -> int:
 def cut_length(messages: Sequence[Message], turn_id: str | None = None, step: int | None = None) -> int:
     """How many messages there are up to the end of a turn, or of one of its steps; without a turn, of all of them.
 
-    A group that is still open is left out. Raises `ValueError` for a turn or step that is not there, or a step that is
+    A group that is still open is left out. Raises `NotInConversationError` for a turn or step that is not there, or a step that is
     still open.
     """
     if turn_id is None:
         if step is not None:
-            raise ValueError(f"step {step} of which turn?")
+            raise NotInConversationError(f"step {step} of which turn?")
         return closed_length(messages)
     mine = [index for index, message in enumerate(messages) if message.turn_id == turn_id]
     if not mine:
-        raise ValueError(f"turn {turn_id} has no messages in the session's conversation")
+        raise NotInConversationError(f"turn {turn_id} has no messages in the session's conversation")
     if step is None:
         return closed_length(messages[: mine[-1] + 1])
     steps = {index: number for index in mine if (number := messages[index].step) is not None}
     if step not in steps.values():
-        raise ValueError(f"turn {turn_id} has no step {step}; its steps: {sorted(set(steps.values()))}")
+        raise NotInConversationError(f"turn {turn_id} has no step {step}; its steps: {sorted(set(steps.values()))}")
     end = 1 + max(index for index, number in steps.items() if number <= step)
     if closed_length(messages[:end]) < end:
-        raise ValueError(f"step {step} of turn {turn_id} still has calls without results")
+        raise NotInConversationError(f"step {step} of turn {turn_id} still has calls without results")
     return end
 
 

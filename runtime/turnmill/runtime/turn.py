@@ -13,7 +13,7 @@ from ulid import ULID
 
 from turnmill.protocol.codec import Unreadable, event_from_wire
 from turnmill.protocol.connection import pairs
-from turnmill.protocol.content import Message, ToolResult
+from turnmill.protocol.content import Message, OutputPart, ToolResult
 from turnmill.protocol.errors import CommandRefusedError
 from turnmill.protocol.events import (
     ENDED_STATUSES,
@@ -46,7 +46,8 @@ from turnmill.protocol.streams import ChannelEvent, read_through
 
 from .channel import TERMINAL_KINDS, ChannelExpiredError, ChannelGoneError
 from .definitions import Agent, TurnOptions
-from .results import SeenStep, TurnResult, build_result, results_of, step_result, unpack_message
+from .given import reason_of, results_of, steering_of
+from .results import SeenStep, TurnResult, build_result, step_result, unpack_message
 from .sub_turns import SubTurnEvent, with_sub_turns
 from .turn_end import event_of_record, is_live, lost_turn, result_or_error, told_status, unknown_turn
 
@@ -218,7 +219,7 @@ class Turn:
 
     async def steer(
         self,
-        message: str | Message | Sequence[Any],
+        message: str | Message | Sequence[OutputPart],
         *,
         role: Literal["user", "system"] = "user",
         mode: Literal["steer", "queue"] = "steer",
@@ -228,10 +229,8 @@ class Turn:
 
         Raises `TurnEndedError` where the turn has ended, `CommandRefusedError` where too many messages wait.
         """
+        message = steering_of(message, role)
         session_id = await self._session()
-        if not isinstance(message, Message):
-            content: Any = message if isinstance(message, str) else list(message)
-            message = Message(role=role, content=content)
         stored = await self._client.stored_message(session_id, message)
         entry = SteeringEntry(new_turn_id(self._keys.partition), message, time.time())
         command = SteerTurn(session_id=session_id, turn_id=self.id, steering_id=entry.id, message=stored, mode=mode)
@@ -255,14 +254,14 @@ class Turn:
     async def abort(self, reason: str | None = None) -> bool:
         """Stop the turn, wherever it stands; returns when that is decided, its end follows within seconds. May be
         repeated. True where the turn is stopped by this or an earlier call, False where it had ended otherwise."""
-        answer = await self._request(AbortTurn, reason=reason)
+        answer = await self._request(AbortTurn, reason=reason_of(reason))
         return True if answer.done else await self.status() == "aborted"
 
     async def resume(
         self,
         *,
         tool_results: Mapping[str, Any] | Sequence[ToolResult | Mapping[str, Any]] = (),
-        message: str | Message | None = None,
+        message: str | Message | Sequence[OutputPart] | None = None,
     ) -> tuple[str, ...]:
         """Give the results of calls that no worker runs, all or some of them; the ids of those still missing.
 
@@ -270,13 +269,12 @@ class Turn:
         "is_error"}`. `message` becomes steering behind the results. The first result of a call wins. Raises
         `CommandRefusedError` of kind `unknown_tool_result`, `no_pending_tools` or `tool_results_required`.
         """
+        given, said = results_of(tool_results), None if message is None else steering_of(message)
         session_id = await self._session()
-        results = [await self._client.stored_result(session_id, item) for item in results_of(tool_results)]
-        if isinstance(message, str):
-            message = Message(role="user", content=message)
-        if message is not None:
-            message = await self._client.stored_message(session_id, message)
-        answer = await self._request(ResumeTurn, tool_results=results, message=message)
+        results = [await self._client.stored_result(session_id, item) for item in given]
+        if said is not None:
+            said = await self._client.stored_message(session_id, said)
+        answer = await self._request(ResumeTurn, tool_results=results, message=said)
         self._status = "running"
         return tuple(answer.pending)
 
@@ -291,7 +289,8 @@ class Turn:
         return await self._decide(tool_call_ids, False, reason)
 
     async def _decide(self, ids: Sequence[str], approved: bool, reason: str | None) -> tuple[str, ...]:
-        decisions = [ApprovalDecision(tool_call_id=call_id, approved=approved, reason=reason) for call_id in ids]
+        why = reason_of(reason)
+        decisions = [ApprovalDecision(tool_call_id=call_id, approved=approved, reason=why) for call_id in ids]
         answer = await self._request(DecideApprovals, decisions=decisions)
         self._status = "running"
         return tuple(answer.pending)

@@ -19,6 +19,7 @@ from turnmill.protocol.connection import Engine
 from turnmill.protocol.content import (
     Cost,
     ErrorInfo,
+    ImagePart,
     Message,
     ReasoningPart,
     TextPart,
@@ -29,7 +30,7 @@ from turnmill.protocol.content import (
     Usage,
 )
 from turnmill.protocol.errors import ErrorKind
-from turnmill.protocol.settings import ModelPrice
+from turnmill.protocol.settings import ModelCapabilities, ModelPrice
 from turnmill.protocol.specs import OutputSpec, Reasoning, ToolSpec
 from turnmill.workers.providers.base import ProviderError, ProviderRequest, Streamed
 from turnmill.workers.providers.http_client import HttpClient
@@ -309,3 +310,16 @@ async def test_a_plain_call_reads_its_conversation_at_once(bench: LLMBench) -> N
     assert task.plan
     assert asked.count("LRANGE") == 1
     assert not {"GET", "MGET"} & set(asked)
+
+
+async def test_an_image_is_not_sent_to_a_model_that_takes_none(engine: Engine, namespace: str) -> None:
+    """The provider is not asked, and the error says which setting says so."""
+    bench = LLMBench(engine, namespace, models={"scripted:test": ModelCapabilities(images=False)})
+    await bench.write(Message(role="user", content=[TextPart("What is this?"), ImagePart(url="https://x.example/1")]))
+    async with bench.models(Script("test", [Reply(text="A cat.")])):
+        await bench.ask()
+        answer = await bench.answer()
+        assert answer.error is not None
+        assert (answer.error.kind, answer.error.retryable) == (ErrorKind.BAD_REQUEST, False)
+        assert "takes no images" in answer.error.message
+        assert not bench.scripted.requests

@@ -36,6 +36,7 @@ from .output_check import OutputCheck
 from .prices import Prices
 from .provider_gate import ProviderGate, estimated_tokens
 from .providers.base import Completed, Live, ProviderError, ProviderRequest, ProviderSet
+from .providers.capabilities import KnownModels
 from .summary import Summarizer, shortened
 from .telemetry import Observation, observed
 
@@ -73,6 +74,7 @@ class LLMWorker:
         self._wire: WireFormat = settings.wire
         self._bytes_max = settings.event_bytes_max
         self._prices = Prices.from_settings(settings)
+        self._models = KnownModels.from_settings(settings)
         self._plans: dict[str, tuple[Plan, OutputCheck]] = {}
         self._streams_open = 0
         self._numbers = itertools.count()
@@ -223,7 +225,8 @@ class LLMWorker:
         heard: Heard,
         take: Callable[[Live], object],
     ) -> Completed:
-        """Call the first of the models whose provider may be called now, with that provider's options."""
+        """Call the first model that can take it and whose provider may be called now, with that provider's options."""
+        models = self._models.that_take(models, request)
         name = f"{task.turn_id}/{task.call}/{task.attempt}/{next(self._numbers)}"
         tokens = estimated_tokens(request, options.get(provider_of(models[0]), {}))
         entered = await self._gate.enter(models, name, task.tenant, tokens)

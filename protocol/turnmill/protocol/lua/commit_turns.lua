@@ -18,6 +18,7 @@
 --          F key length n (type body)                append to the lifecycle feed
 --          N key field                               count
 --          I key field change                        add to a number of a hash; the field goes when it is not positive
+--          C key turn                                delete an idempotency key, if it still stands for that turn
 --          M key channel ttl_ms turn reason          mark a turn as stopped, and tell it
 --          K key n key... name...                    keep blobs, and note their names in the session's set
 --          O key ttl_ms name                         note among what a session owns that something (its name behind the
@@ -156,6 +157,10 @@ for i = 1, A[3] + 0 do
       elseif effect == 'I' then
         if put('HINCRBY', key, A[a + 2], A[a + 3]) <= 0 then call('HDEL', key, A[a + 2]) end
         a = a + 4
+      elseif effect == 'C' then
+        local held = redis.pcall('GET', key)
+        if type(held) == 'string' and string.sub(held, 1, #A[a + 2] + 1) == A[a + 2] .. ' ' then call('UNLINK', key) end
+        a = a + 3
       elseif effect == 'M' then
         call('SET', key, A[a + 5], 'PX', A[a + 3])
         call('SPUBLISH', K[A[a + 2] + 0], A[a + 4] .. ' ' .. A[a + 5])

@@ -69,8 +69,12 @@ _GROUPS = {
     ),
     "tool": ("Look at tools.", {"ls": ("tool_listing", "list_tools", "List registered tools with their policies.")}),
     "provider": (
-        "See what becomes of a provider's answers.",
-        {"decode": ("provider", "decode", "Print what a worker makes of recorded response bodies.")},
+        "Look at providers of models, try one, see what becomes of its answers.",
+        {
+            "ls": ("provider_listing", "list_providers", "List providers: keys, limits, calls, what is held back."),
+            "check": ("provider_check", "check", "Try what a model can do: text, stream, tools, JSON, abort."),
+            "decode": ("provider", "decode", "Print what a worker makes of recorded response bodies."),
+        },
     ),
     "schema": (
         "The wire's JSON Schemas.",

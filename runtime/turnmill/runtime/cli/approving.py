@@ -1,9 +1,13 @@
-"""`turnmill approve` and `turnmill deny`: decide on calls that wait for a person, one by one or all together."""
+"""`turnmill approve` and `turnmill deny`: decide on calls that wait for a person, one by one or all together.
+
+With an app they bring the runtime along, as `turnmill run` and `turnmill resume` do, and watch the turn go on.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -21,16 +25,32 @@ CallIds = Annotated[
 All = Annotated[bool, typer.Option("--all", envvar="TURNMILL_ALL", help="All calls of the turn that wait.")]
 
 
+class Request(NamedTuple):
+    """What was asked for on the command line."""
+
+    approved: bool
+    turn_id: str
+    ids: list[str]
+    everything: bool
+    reason: str | None
+    app: str | None
+    as_json: bool
+    timeout: float | None
+
+
 def approve(
     turn: options.TurnArgument,
     calls: CallIds = None,
     everything: All = False,
     reason: options.Reason = None,
+    app: options.AppOption = None,
     as_json: options.Json = False,
+    timeout: options.Timeout = None,
     redis_url: options.RedisUrl = None,
     namespace: options.Namespace = None,
 ) -> int:
-    return _decide(True, turn, calls or [], everything, reason, as_json, redis_url, namespace)
+    request = Request(True, turn, calls or [], everything, reason, app, as_json, timeout)
+    return _decide(request, redis_url, namespace)
 
 
 def deny(
@@ -38,56 +58,60 @@ def deny(
     calls: CallIds = None,
     everything: All = False,
     reason: options.Reason = None,
+    app: options.AppOption = None,
     as_json: options.Json = False,
+    timeout: options.Timeout = None,
     redis_url: options.RedisUrl = None,
     namespace: options.Namespace = None,
 ) -> int:
-    return _decide(False, turn, calls or [], everything, reason, as_json, redis_url, namespace)
+    request = Request(False, turn, calls or [], everything, reason, app, as_json, timeout)
+    return _decide(request, redis_url, namespace)
 
 
-def _decide(
-    approved: bool,
-    turn_id: str,
-    ids: list[str],
-    everything: bool,
-    reason: str | None,
-    as_json: bool,
-    redis_url: str | None,
-    namespace: str | None,
-) -> int:
+def _decide(request: Request, redis_url: str | None, namespace: str | None) -> int:
     from .attachment import command_settings, run_command
 
-    if bool(ids) == everything:
+    if bool(request.ids) == request.everything:
         raise CommandError("name the calls (CALL_ID ...), or say --all; `turnmill show TURN` lists them")
-    settings = command_settings(redis_url, namespace)
-    return run_command(_send(settings, approved, turn_id, ids, reason, as_json))
+    return run_command(_send(request, command_settings(redis_url, namespace)))
 
 
-async def _send(
-    settings: Settings, approved: bool, turn_id: str, ids: list[str], reason: str | None, as_json: bool
-) -> int:
-    import msgspec
-
-    from .attachment import attached_client
+async def _send(request: Request, settings: Settings) -> int:
+    from .attachment import commanding_client
     from .hints import Hints
     from .lookup import attached_turn
+    from .watching import last_number, watch_on
+
+    async with commanding_client(settings, request.app, takes_app=True) as client:
+        turn = attached_turn(client, request.turn_id)
+        ids = request.ids or await _waiting(client, request.turn_id)
+        before = await last_number(client, turn)
+        async with Hints(client):
+            left = await (turn.approve if request.approved else turn.deny)(*ids, reason=request.reason)
+        _write_decision(request, ids, left)
+        if request.app is None:
+            return Exit.OK
+        app = None if settings.redis_url else request.app
+        return await watch_on(client, turn, before, as_json=request.as_json, timeout=request.timeout, app=app)
+
+
+def _write_decision(request: Request, ids: Sequence[str], left: Sequence[str]) -> None:
+    import msgspec
+
     from .next_commands import decide_command
 
-    async with attached_client(settings) as client:
-        turn = attached_turn(client, turn_id)
-        ids = ids or await _waiting(client, turn_id)
-        async with Hints(client):
-            left = await (turn.approve if approved else turn.deny)(*ids, reason=reason)
-    word = "approved" if approved else "denied"
-    if as_json:
-        sys.stdout.write(msgspec.json.encode({"turn_id": turn_id, word: ids, "pending": list(left)}).decode() + "\n")
-        return Exit.OK
+    word = "approved" if request.approved else "denied"
+    if request.as_json:
+        fields = {"turn_id": request.turn_id, word: ids, "pending": list(left)}
+        sys.stdout.write(msgspec.json.encode(fields).decode() + "\n")
+        return
     sys.stdout.write(f"{word}: {', '.join(ids)}\n")
+    if request.app is not None:
+        return
     if left:
-        say(f"still to decide: `{decide_command('approve' if approved else 'deny', turn_id, left)}`")
+        say(f"still to decide: `{decide_command('approve' if request.approved else 'deny', request.turn_id, left)}`")
     else:
-        say(f"watch it: `turnmill tail {turn_id}`")
-    return Exit.OK
+        say(f"watch it: `turnmill tail {request.turn_id}`")
 
 
 async def _waiting(client: Client, turn_id: str) -> list[str]:

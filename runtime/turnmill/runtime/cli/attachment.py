@@ -17,7 +17,7 @@ from turnmill.protocol.settings import Settings, load_settings
 from ..client import Client, open_client
 from ..embedded import ensure_server
 from ..roles import keep_server, run_async
-from .exits import Exit
+from .exits import CommandError, Exit
 from .logs import configure_logging
 
 if TYPE_CHECKING:
@@ -79,6 +79,33 @@ async def serving_client(
             return
         async with local_runtime(settings, app_target) as local:
             yield local, app
+
+
+@asynccontextmanager
+async def commanding_client(
+    settings: Settings, app_target: str | None = None, *, serve: bool = True, takes_app: bool = False
+) -> AsyncIterator[Client]:
+    """A client for commands that a coordinator must answer. In a data directory where none is alive they are not sent: they
+    would take effect by surprise, whenever one comes. `takes_app` says that an app may be brought along instead."""
+    if app_target is not None and serve:
+        async with serving_client(settings, app_target) as (client, _):
+            yield client
+        return
+    async with attached_client(settings) as client:
+        if settings.redis_url is None:
+            await _require_coordinator(client, ", or say --app APP" if takes_app else "")
+        yield client
+
+
+async def _require_coordinator(client: Client, or_else: str) -> None:
+    from ..fleet import read_fleet
+
+    fleet = await read_fleet(client.engine, client.keys, client.settings)
+    if not fleet.coordinators:
+        raise CommandError(
+            f"nothing was sent: no coordinator is alive in {client.settings.data_dir}; start `turnmill dev APP` here{or_else}",
+            Exit.TIMEOUT,
+        )
 
 
 @asynccontextmanager

@@ -79,6 +79,7 @@ def _meaning(error: BaseException) -> tuple[Exit, str]:
         ConfigurationError,
         DefinitionError,
         EngineError,
+        NotInConversationError,
         TurnAbortedError,
         TurnFailedError,
         TurnLostError,
@@ -89,7 +90,7 @@ def _meaning(error: BaseException) -> tuple[Exit, str]:
             return error.code, str(error)
         case CommandRefusedError():
             return Exit.USAGE, _refusal_text(error)
-        case ConfigurationError() | DefinitionError() | CodecError() | TurnLostError():
+        case ConfigurationError() | DefinitionError() | CodecError() | TurnLostError() | NotInConversationError():
             return Exit.USAGE, str(error)
         case EngineError():
             return Exit.UNREACHABLE, str(error)

@@ -22,8 +22,10 @@ SILENCE_SECONDS = 3.0
 class Hints:
     """Looks at the namespace after every `SILENCE_SECONDS` in which nothing was heard, as long as it is entered."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, pool: str | None = None) -> None:
+        """`pool` is where the turn's model calls wait, if that is known."""
         self._client = client
+        self._pool = pool
         self._heard_at = time.monotonic()
         self._said: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -63,7 +65,7 @@ class Hints:
             fleet = await read_fleet(self._client.engine, self._client.keys, self._client.settings)
             paused = (await read_directives(self._client.engine, self._client.keys)).paused
             return [
-                *fleet.missing(),
+                *fleet.missing(self._pool),
                 *[_paused(queue, paused[queue]) for queue in sorted(paused) if pool_of_queue(queue) is not None],
                 *[line for turn_id in sorted(self.sub_turns) for line in await self._rests(turn_id)],
             ]

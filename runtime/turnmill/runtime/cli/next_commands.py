@@ -16,15 +16,15 @@ def after_suspension(
     pending: Sequence[str],
     approvals: Sequence[str],
     error: ErrorInfo | None = None,
-    more_of_resume: str = "",
+    more: str = "",
 ) -> Iterator[str]:
-    """One line for each thing that a suspended turn waits for. `more_of_resume` are further options of that command."""
+    """One line for each thing that a suspended turn waits for. `more` are further options of the command."""
     if error is not None:
-        yield f"the provider call failed; `turnmill resume {turn_id}{more_of_resume}` repeats it"
+        yield f"the provider call failed; `turnmill resume {turn_id}{more}` repeats it"
     elif pending:
-        yield f"give the results: `{resume_command(turn_id, pending)}{more_of_resume}`"
+        yield f"give the results: `{resume_command(turn_id, pending)}{more}`"
     if approvals:
-        yield f"decide: `{decide_command('approve', turn_id, approvals)}`, or `turnmill deny {turn_id} ...`"
+        yield f"decide: `{decide_command('approve', turn_id, approvals)}{more}`, or `turnmill deny {turn_id} ...{more}`"
 
 
 def resume_command(turn_id: str, pending: Sequence[str]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -16,9 +14,6 @@ from .exits import CommandError, Exit, say
 
 if TYPE_CHECKING:
     from turnmill.protocol.settings import Settings
-
-    from ..client import Client
-    from ..turn import Turn
 
 Results = Annotated[
     list[str] | None,
@@ -99,32 +94,22 @@ def _file_text(name: str) -> str:
 
 
 async def _resume(request: Request, settings: Settings) -> int:
-    from .attachment import attached_client, serving_client
+    from .attachment import commanding_client
     from .hints import Hints
     from .lookup import attached_turn
+    from .watching import last_number, watch_on
 
-    async with AsyncExitStack() as stack:
-        # With an app it is as with `run`: this process runs what nothing else would.
-        if request.app is not None:
-            client, _ = await stack.enter_async_context(serving_client(settings, request.app, serve=request.watch))
-        else:
-            client = await stack.enter_async_context(attached_client(settings))
+    # With an app it is as with `run`: this process runs what nothing else would.
+    async with commanding_client(settings, request.app, serve=request.watch, takes_app=True) as client:
         turn = attached_turn(client, request.turn_id)
-        before = await _last_number(client, turn)
+        before = await last_number(client, turn)
         async with Hints(client):
             pending = await turn.resume(tool_results=request.results, message=request.message)
         if not request.watch:
             _write_pending(turn.id, pending, request.as_json)
             return Exit.OK
         app = None if settings.redis_url else request.app
-        return await _watch(client, turn, before, request, app)
-
-
-async def _last_number(client: Client, turn: Turn) -> int:
-    """The newest event so far: what comes behind it is what the results bring about."""
-    channel = client.keys.of_turn(turn.id).events(turn.id)
-    last = await client.engine.call("XREVRANGE", channel, "+", "-", "COUNT", 1)
-    return int(last[0][0].partition(b"-")[2]) if last else 0
+        return await watch_on(client, turn, before, as_json=request.as_json, timeout=request.timeout, app=app)
 
 
 def _write_pending(turn_id: str, pending: Sequence[str], as_json: bool) -> None:
@@ -139,21 +124,3 @@ def _write_pending(turn_id: str, pending: Sequence[str], as_json: bool) -> None:
         say(f"go on: `{resume_command(turn_id, pending)}`")
     else:
         sys.stdout.write(f"turn {turn_id} goes on\n")
-
-
-async def _watch(client: Client, turn: Turn, before: int, request: Request, app: str | None) -> int:
-    from .watching import Watch, view_for
-
-    # Results that were there already change nothing: what the turn waits for was said before.
-    says_again = await _last_number(client, turn) == before and await turn.status() == "suspended"
-    after = max(0, before - 1) if says_again else before
-    watch = Watch(client, turn, view_for(request.as_json), after, app=app)
-    try:
-        async with asyncio.timeout(request.timeout):
-            return await watch.follow()
-    except TimeoutError:
-        say(f"no end after {request.timeout:g} s; the turn goes on: {watch.how_to_go_on()}")
-        return Exit.TIMEOUT
-    except asyncio.CancelledError:
-        say(f"detached; watch it again: {watch.how_to_go_on()}")
-        raise

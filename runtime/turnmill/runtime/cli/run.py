@@ -98,7 +98,7 @@ def run(
     from .attachment import command_settings, run_command
 
     text = sys.stdin.read() if text == "-" else text
-    given = _parse_options(option or [])
+    given = parse_options(option or [])
     request = Request(
         agent, text, app, session, as_json, max_steps, model, given, detach, timeout, idempotency_key, on_busy
     )
@@ -116,7 +116,9 @@ async def _run(request: Request, settings: Settings) -> int:
             sys.stdout.write(f"{turn.id}\n")
             await _say_if_nobody_is_there(client)
             return Exit.OK
-        watch = Watch(client, turn, view_for(request.as_json), app=None if settings.redis_url else request.app)
+        app_again = None if settings.redis_url else request.app
+        pool = _pool_of(spec, request.model)
+        watch = Watch(client, turn, view_for(request.as_json), app=app_again, pool=pool)
         try:
             async with asyncio.timeout(request.timeout):
                 return await watch.follow()
@@ -126,6 +128,14 @@ async def _run(request: Request, settings: Settings) -> int:
         except asyncio.CancelledError:
             say(f"detached; watch it again: {watch.how_to_go_on()}")
             raise
+
+
+def _pool_of(spec: AgentSpec, model: str | None) -> str:
+    import msgspec
+
+    from turnmill.protocol.specs import Plan
+
+    return Plan(agent=spec if model is None else msgspec.structs.replace(spec, model=model)).pool
 
 
 async def _start(client: Client, request: Request, spec: AgentSpec) -> Turn:
@@ -190,7 +200,7 @@ def _turn_options(request: Request, spec: AgentSpec) -> TurnOptions:
     return TurnOptions(model=request.model, max_steps=request.max_steps, provider_options=provider_options)
 
 
-def _parse_options(given: list[str]) -> dict[str, Any]:
+def parse_options(given: list[str]) -> dict[str, Any]:
     """KEY=VALUE, where VALUE is JSON if it can be read as such, else text."""
     import msgspec
 

@@ -110,12 +110,12 @@ def delete(
 async def _delete(settings: Settings, session_id: str, as_json: bool) -> int:
     import msgspec
 
-    from .attachment import attached_client
+    from .attachment import commanding_client
     from .hints import Hints
     from .lookup import checked_session
 
     checked_session(session_id)
-    async with attached_client(settings) as client, Hints(client):
+    async with commanding_client(settings) as client, Hints(client):
         await client.session(session_id).delete()
     done = f"session {session_id} is deleted"
     text = msgspec.json.encode({"session_id": session_id, "deleted": True}).decode() if as_json else done

@@ -59,10 +59,21 @@ async def _show(settings: Settings, turn_id: str, part: str, as_json: bool) -> i
                 lines = await _timeline(client, record, as_json)
             case _:
                 messages = await _messages_of(client, record)
-                lines = _json_summary(record, messages) if as_json else _summary(record, messages)
+                more = "" if as_json else await _runtime_of_the_next_command(client)
+                lines = _json_summary(record, messages) if as_json else _summary(record, messages, more)
         for line in lines:
             sys.stdout.write(line + "\n")
     return Exit.OK
+
+
+async def _runtime_of_the_next_command(client: Client) -> str:
+    """In a data directory where no runtime is alive, the command that goes on must bring it along."""
+    from ..fleet import read_fleet
+
+    if client.settings.redis_url is not None:
+        return ""
+    fleet = await read_fleet(client.engine, client.keys, client.settings)
+    return "" if fleet.coordinators else " --app APP"
 
 
 async def _kept_events(client: Client, record: TurnRecord) -> list[ChannelEvent]:
@@ -112,7 +123,7 @@ def _calls_by_id(messages: list[Message]) -> dict[str, ToolCall]:
     return {call.id: call for message in messages for call in message.tool_calls}
 
 
-def _summary(record: TurnRecord, messages: list[Message]) -> Iterator[str]:
+def _summary(record: TurnRecord, messages: list[Message], more: str) -> Iterator[str]:
     from .wording import clean
 
     for name, value in _facts(record, messages).items():
@@ -125,7 +136,7 @@ def _summary(record: TurnRecord, messages: list[Message]) -> Iterator[str]:
         yield clean(answers[-1])
     if record.state == "suspended" and record.summary is not None:
         yield ""
-        yield from _waiting_lines(record.summary, _calls_by_id(messages))
+        yield from _waiting_lines(record.summary, _calls_by_id(messages), more)
 
 
 def _facts(record: TurnRecord, messages: list[Message]) -> dict[str, str]:
@@ -169,7 +180,7 @@ def _attempt_lines(summary: TurnSummary) -> Iterator[str]:
         yield f"{'lost':9} {attempt_text(attempt)}"
 
 
-def _waiting_lines(summary: TurnSummary, calls: dict[str, ToolCall]) -> Iterator[str]:
+def _waiting_lines(summary: TurnSummary, calls: dict[str, ToolCall], more: str) -> Iterator[str]:
     """What a suspended turn waits for, and the commands that go on."""
     from .next_commands import after_suspension
     from .wording import call_text, clean
@@ -180,7 +191,7 @@ def _waiting_lines(summary: TurnSummary, calls: dict[str, ToolCall]) -> Iterator
         for call_id in ids:
             text = f": {call_text(calls[call_id])}" if call_id in calls else ""
             yield clean(f"waits for the {word} of {call_id}{text}")
-    yield from after_suspension(summary.turn_id, pending, summary.approvals, summary.error)
+    yield from after_suspension(summary.turn_id, pending, summary.approvals, summary.error, more)
 
 
 def _event_lines(kept: list[ChannelEvent], as_json: bool) -> Iterator[str]:

@@ -46,11 +46,11 @@ async def _steer(
 ) -> int:
     import msgspec
 
-    from .attachment import attached_client
+    from .attachment import commanding_client
     from .hints import Hints
     from .lookup import attached_turn
 
-    async with attached_client(settings) as client:
+    async with commanding_client(settings) as client:
         turn = attached_turn(client, turn_id)
         async with Hints(client):
             entry = await turn.steer(text, role=role, mode=mode)
@@ -74,11 +74,11 @@ def abort(
 async def _abort(settings: Settings, turn_id: str, reason: str | None, as_json: bool) -> int:
     import msgspec
 
-    from .attachment import attached_client
+    from .attachment import commanding_client
     from .hints import Hints
     from .lookup import attached_turn
 
-    async with attached_client(settings) as client:
+    async with commanding_client(settings) as client:
         turn = attached_turn(client, turn_id)
         async with Hints(client):
             is_stopped = await turn.abort(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -32,6 +33,31 @@ _GOES_ON = frozenset(kind.type.encode() for kind in (TurnResumed, TurnFinished, 
 _LOOK_AHEAD = 1000
 
 
+async def last_number(client: Client, turn: Turn) -> int:
+    """The newest event so far: what comes behind it is what a command brings about."""
+    channel = client.keys.of_turn(turn.id).events(turn.id)
+    last = await client.engine.call("XREVRANGE", channel, "+", "-", "COUNT", 1)
+    return int(last[0][0].partition(b"-")[2]) if last else 0
+
+
+async def watch_on(
+    client: Client, turn: Turn, before: int, *, as_json: bool, timeout: float | None, app: str | None
+) -> Exit:
+    """Watch what a command has brought about behind event `before`, to the turn's end or next rest."""
+    # A command that repeats another one changes nothing: what the turn waits for was said before.
+    says_again = await last_number(client, turn) == before and await turn.status() == "suspended"
+    watch = Watch(client, turn, view_for(as_json), max(0, before - 1) if says_again else before, app=app)
+    try:
+        async with asyncio.timeout(timeout):
+            return await watch.follow()
+    except TimeoutError:
+        say(f"no end after {timeout:g} s; the turn goes on: {watch.how_to_go_on()}")
+        return Exit.TIMEOUT
+    except asyncio.CancelledError:
+        say(f"detached; watch it again: {watch.how_to_go_on()}")
+        raise
+
+
 def view_for(as_json: bool) -> EventView:
     return JsonLines() if as_json else Transcript()
 
@@ -48,14 +74,16 @@ class Watch:
         *,
         sub_turns: bool = False,
         app: str | None = None,
+        pool: str | None = None,
     ) -> None:
-        """`app` is the application that this process brings along, which the next command must bring again."""
+        """`app` is the application that this process brings along, which the next command must bring again; `pool` is
+        where the turn's model calls wait."""
         self._client = client
         self._turn = turn
         self._view = view
         self._sub_turns = sub_turns
         self._more = f" --app {shlex.quote(app)}" if app is not None else ""
-        self._hints = Hints(client)
+        self._hints = Hints(client, pool)
         self.cursor = after
 
     async def follow(self) -> Exit:

@@ -194,7 +194,7 @@ def _number(text: str | None) -> float | None:
 def _seconds_until(text: str, now: float) -> float | None:
     try:
         moment = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
