@@ -7,7 +7,7 @@ from turnmill.workers import tool
 
 MODEL = "local:smollm2"
 STEADY = {"local": {"temperature": 0, "seed": 1, "max_tokens": 60}}
-ENDLESS = {"local": {"temperature": 0, "seed": 1, "max_tokens": 4000}}
+ENDLESS = {"local": {"temperature": 0, "seed": 1, "min_tokens": 4000, "max_tokens": 4000}}
 
 
 @tool

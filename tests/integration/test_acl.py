@@ -123,6 +123,12 @@ async def test_a_user_that_may_not_send_scripts_waits_for_them(stage: Stage, use
     assert await stage.client.session("s").values.get("count") == 2
 
 
+async def test_a_worker_says_which_queue_it_may_not_read(stage: Stage, users: Users) -> None:
+    process = stage.processes.tools(APP, queues=["honest"], redis_url=await users.add("tools", "mail"))
+    await wait_until_async(lambda: not process.is_alive, PATIENCE_SECONDS)
+    assert "may not read" in process.log() and "tool:honest" in process.log()
+
+
 async def test_a_worker_says_so_when_the_namespace_is_not_there(users: Users, namespace: str) -> None:
     url = await users.add("tools", "mail")
     with pytest.raises(ConfigurationError, match="start a coordinator first"):
@@ -232,14 +238,14 @@ async def test_monitors_see_numbers_and_no_content(stage: Stage, users: Users, s
     await stage.redis.xadd(stage.keys.partitions[0].tool("nobody"), {"t": "tool_task", "d": "a-secret-argument"})
     await stage.redis.sadd(stage.keys.partitions[0].queues, "tool:nobody")
     command = CommandLine(short_directory, namespace=stage.keys.prefix, redis_url=await users.add("monitor"))
-    for arguments in (["queue", "ls"], ["worker", "ls"], ["doctor"], ["tool", "ls"]):
+    queues = {line["queue"]: line for line in json_lines(command("queue", "ls", "--json").stdout)}
+    assert queues["tool:mail"]["in_work"] == 1
+    assert queues["tool:nobody"]["waiting"] == 1
+    for arguments in (["queue", "ls"], ["worker", "ls"], ["doctor"], ["tool", "ls"], ["top", "--once"]):
         for form in ([], ["--json"]):
             shown = command(*arguments, *form)
             assert shown.returncode == 0, (arguments, shown.stdout, shown.stderr)
             assert "a-secret-argument" not in shown.stdout + shown.stderr
-    queues = {line["queue"]: line for line in json_lines(command("queue", "ls", "--json").stdout)}
-    assert queues["tool:mail"]["in_work"] == 1
-    assert queues["tool:nobody"]["waiting"] == 1
     for arguments in (["show", turn.id], ["queue", "pause", "tool:mail"], ["dead", "ls"], ["abort", turn.id]):
         assert command(*arguments).returncode != 0, arguments
     until.touch()

@@ -30,7 +30,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts/local_model"
 READY_SECONDS = 60.0
 PATIENCE_SECONDS = 100.0
 LEFT_SECONDS = 20.0
-"""How soon the server answers somebody else after its client has left; all of that answer would take several times as long."""
+"""How soon the server answers somebody else after its client has left. All of that answer would take twice as long on a fast
+machine, and much longer on others."""
 
 
 @pytest.fixture(scope="module")

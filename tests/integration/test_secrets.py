@@ -74,7 +74,7 @@ async def test_secrets_of_the_environment_are_nowhere(
     stage: Stage, users: Users, short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = {role: await users.add(role, password=PASSWORD) for role in ("coordinator", "llm", "client")}
-    urls["tools"] = await users.add("tools", "mail", "looks", password=PASSWORD, hooks=True)
+    urls["tools"] = await users.add("tools", "mail", "looks", "honest", password=PASSWORD, hooks=True)
     with replaying() as server:
         unkind_answers(server)
         base = server.url + "/v1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -51,7 +52,7 @@ async def test_turns_run_over_tls(stage: Stage, users: Users, tls: Terminator) -
     for role, queues, options in (
         ("coordinator", (), {}),
         ("llm", (), {}),
-        ("tools", ("mail", "looks"), {"hooks": True}),
+        ("tools", ("mail", "looks", "honest"), {"hooks": True}),
         ("foreign-tools", ("foreign",), {"publish": True}),
         ("client", (), {}),
     ):
@@ -76,11 +77,25 @@ async def test_turns_run_over_tls(stage: Stage, users: Users, tls: Terminator) -
         turn = await client.turn(watched, told(step), session="s")
         events = [event async for event in turn.events()]
         assert events[-1].type == "turn.finished"
-        # A worker that was alive for longer than its liveness has beaten over its own connection.
-        worker = next(name.decode() for name in await stage.redis.hkeys(stage.keys.workers) if b"tools." in name)
-        await asyncio.sleep(SHORT["liveness_seconds"])
-        assert await stage.redis.exists(stage.keys.partitions[0].alive(worker))
+        await beaten(
+            stage, next(name for name in await stage.redis.hkeys(stage.keys.workers) if name.startswith(b"tools."))
+        )
     assert tls.connections >= 12
+
+
+async def beaten(stage: Stage, worker: bytes) -> None:
+    """Until the heartbeat thread has written over its own connection, for longer than a sign of life lasts."""
+
+    async def seen_at() -> float:
+        return float(json.loads(await stage.redis.hget(stage.keys.workers, worker))["seen_at"])
+
+    first = await seen_at()
+
+    async def later() -> bool:
+        return await seen_at() > first + SHORT["liveness_seconds"]
+
+    await wait_until_async(later, PATIENCE_SECONDS)
+    assert await stage.redis.exists(stage.keys.partitions[0].alive(worker.decode()))
 
 
 async def start(kind: str, processes: Processes, url: str) -> str:

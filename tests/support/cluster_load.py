@@ -29,9 +29,10 @@ from turnmill.protocol.slots import slot_of
 from turnmill.runtime.client import open_client
 
 from .chaos import app, process_faults
+from .chaos.deployment import SETTINGS, Deployment, Engine
 from .chaos.effects import EFFECTS_VARIABLE
 from .chaos.report import Plan, Report
-from .chaos.run import SETTINGS, Run
+from .chaos.run import Run
 from .chaos.scenarios import Scenario
 from .chaos.server import in_thread
 from .cluster import Cluster, stop_by_files
@@ -39,6 +40,7 @@ from .processes import Processes
 from .stage import Stage
 
 PARTITIONS = 16
+TIMES = {**SETTINGS, "partitions": PARTITIONS}
 DIRECTORY = Path(tempfile.gettempdir()) / "turnmill-cluster"
 FIRST_PORT = 17_100
 
@@ -50,7 +52,7 @@ async def open_cluster_stage(
     cluster: Cluster, namespace: str, directory: Path, **settings: Any
 ) -> AsyncIterator[Stage]:
     """A fresh namespace on a cluster. Its processes and clients are told all nodes; nothing is started yet."""
-    values = {"partitions": PARTITIONS, **settings}
+    values = {**settings, "partitions": PARTITIONS}
     plain = redis.asyncio.RedisCluster.from_url(cluster.url)
     loaded = load_settings(redis_url=cluster.urls, namespace=namespace, **values)
     try:
@@ -129,14 +131,13 @@ async def load(faults: ClusterFaults, directory: Path, plan: Plan, strike: Strik
     scenario = Scenario("a cluster", strike, every=every, finish=faults.settle)
     os.environ[app.DEADLINE_VARIABLE] = str(scenario.deadline_seconds)
     namespace = f"cluster-{uuid.uuid4().hex[:8]}"
-    loaded = load_settings(redis_url=cluster.urls, namespace=namespace, partitions=PARTITIONS, **SETTINGS)
     async with (
-        open_cluster_stage(cluster, namespace, directory, **SETTINGS) as stage,
-        open_client(cluster.urls, loaded) as readers,
+        open_cluster_stage(cluster, namespace, directory, **TIMES) as stage,
+        open_client(cluster.urls, stage.client.settings) as readers,
     ):
-        run = Run(plan, scenario, stage, readers)
-        run.directory = directory
-        return await run()
+        nobody: Any = None  # the faults know the servers
+        deployed = Deployment(Engine(nobody, namespace, directory, {}), cluster.urls, None, stage)
+        return await Run(plan, scenario, deployed, readers)()
 
 
 # ---- scripts/cluster

@@ -203,7 +203,7 @@ SEEDS: dict[str, list[bytes]] = {
     "events": [b"\x03event: x\r\ndata: a\r\rdata: b\n\n: c\n\n"],
     "answer": [_CHUNK, b'{"choices":[{"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}]}',
                b'data: {"error":{"message":"no","code":429}}\n\n'],
-    "refusal": [b'5\n{"error":{"message":"no","type":"rate_limit","code":"x"}}', b"Wed, 21 Oct 2015 07:28:00 GMT\n<html><h1>no</h1>"],
+    "refusal": [b'5\n{"error":{"message":"no","type":"rate_limit","code":"x"}}', b"Wed, 21 Oct 2015 07:28:00 GMT\n<html><h1>no</h1>", b"1" + b"9" * 60 + b" Oct 10 7:21\n"],
     "registration": [b'{"id":"a","role":"tools","queues":["tool:x"],"slots":3,"seen_at":1.5,"partitions":[1]}'],
     "names": [b"t0-01arz3ndektsv4rrffq69g5fav", b"s-1/child"],
     "settings": [b'namespace = "x"\npartitions = 4\n[providers.local]\napi = "openai"\nbase_url = "http://a/v1"\n'],

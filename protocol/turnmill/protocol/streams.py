@@ -91,8 +91,12 @@ class Delivery(NamedTuple):
 
 async def create_groups(engine: Engine, streams: Iterable[str], group: str) -> None:
     """Create missing groups, always from the beginning: a group made at `$` loses what was written before it."""
-    calls = [engine.call("XGROUP", "CREATE", stream, group, "0", "MKSTREAM") for stream in streams]
-    for reply in await asyncio.gather(*calls, return_exceptions=True):
+    names = list(streams)
+    calls = [engine.call("XGROUP", "CREATE", stream, group, "0", "MKSTREAM") for stream in names]
+    for name, reply in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        if isinstance(reply, EngineReplyError) and str(reply).startswith("NOPERM"):
+            text = f"{reply}: the engine's user may not read {name} (its access list: `turnmill acl ROLE --queue ...`)"
+            raise EngineReplyError(text)
         if isinstance(reply, BaseException) and not str(reply).startswith("BUSYGROUP"):
             raise reply
 

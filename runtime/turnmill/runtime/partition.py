@@ -58,7 +58,8 @@ def _known_turn(state: SessionState, start: Start) -> Decision:
 
 
 def new_writer() -> str:
-    """A name for one ownership of a partition, in the versions that it writes."""
+    """A name for one ownership of a partition, up to the next commit whose outcome is unknown, in the versions that it
+    writes."""
     return secrets.token_hex(4)
 
 
@@ -110,15 +111,16 @@ class Partition:
         )
 
     def forget(self) -> None:
-        """Drop what is cached: another owner may have written since."""
+        """Drop what is cached: another owner may have written since, or the outcome of a commit is unknown. What is decided
+        from now on is another writer's: a commit that is still on its way must not fit what is decided again meanwhile."""
         self._sessions.clear()
+        self._store.writer = new_writer()
         self._admission.forget()
 
     async def take_over(self) -> None:
         """Get ready after the lease was taken."""
         self.forget()
         self._telemetry.forget()
-        self._store.writer = new_writer()
         self._queues = await self._known_queues()
         await self.window.look(self._pools(), self._clock.now_ms())
 

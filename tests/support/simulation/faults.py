@@ -12,6 +12,7 @@ import msgspec
 from turnmill.protocol.codec import encode_body
 from turnmill.protocol.content import Message, ToolResult
 from turnmill.protocol.messages import ModelReply, ModelTask, ToolReply
+from turnmill.protocol.streams import COMMIT_TURNS
 
 from .actors import Actor
 
@@ -85,6 +86,7 @@ class Faults:
         self.repeat_chance = self.forge_chance = 0.0
         self.counts: dict[str, int] = {}
         self.held: Wire | None = None
+        self.doomed: Actor | None = None
         self._trouble_until = 0.0
         self._outsider = world.server.connect(lambda _: None)
 
@@ -123,6 +125,7 @@ class Faults:
             if actor.is_paused:
                 actor.resume()
         self.release(self.held)
+        self.doomed = None
         for wire in list(world.network.wires):
             if wire.is_black:
                 wire.cut()
@@ -154,13 +157,21 @@ class Faults:
 
     def _kill(self) -> None:
         actor = self._some()
+        if actor.role == "coordinator" and self.rng.random() < 0.5:
+            self.doomed = actor
+        else:
+            self._soon(actor, lambda: self._end(actor))
 
-        def kill() -> None:
-            self.world.trace(f"{actor} is killed")
-            actor.kill()
-            self.world.loop.call_later(self.rng.uniform(0.0, 0.5), self.world.replace, actor)
+    def _end(self, actor: Actor) -> None:
+        self.world.trace(f"{actor} is killed")
+        actor.kill()
+        self.world.loop.call_later(self.rng.uniform(0.0, 0.5), self.world.replace, actor)
 
-        self._soon(actor, kill)
+    def committed(self, actor: Actor) -> None:
+        """A commit has landed: its coordinator may die before it does the next thing."""
+        if actor is self.doomed and not actor.is_dead and not actor.countdown:
+            self.doomed = None
+            actor.in_steps(self.rng.randint(1, 5), lambda: self._end(actor))
 
     def _pause(self) -> None:
         actor = self._some() if self.rng.random() < 0.9 else self.rng.choice(self.world.hosts)
@@ -214,18 +225,23 @@ class Faults:
             wire.stall(seconds)
 
     def _hold(self) -> None:
-        """The worst of stalls: what an owner of a partition has sent arrives when another one has committed."""
-        wire = self._wire(3.0)
-        if wire is not None and self.held is None and not wire.is_subscriber:
-            self.world.trace(f"{wire} holds back what is sent")
-            self.held = wire
-            wire.hold()
-            self.world.loop.call_later(self.rng.uniform(0.5, 2.2), self.release, wire)
+        """The worst of stalls: what an owner of a partition commits from now on arrives when another one has committed."""
+        wires = [
+            wire for wire in self.world.network.wires if wire.actor.role == "coordinator" and wire.kind == "shared"
+        ]
+        owning = [wire for wire in wires if wire.actor.process is not None and wire.actor.process._leases.readable(0.0)]
+        if self.held is not None or not owning:
+            return
+        wire = self.held = self.rng.choice(owning)
+        self._trouble(wire.actor, 4.0)
+        self.world.trace(f"{wire} holds back its next commits")
+        wire.holds_at = COMMIT_TURNS._sha.encode()
+        self.world.loop.call_later(self.rng.uniform(1.0, 2.5), self.release, wire)
 
     def release(self, wire: Wire | None) -> None:
         if wire is not None and self.held is wire:
             self.world.trace(f"{wire} lets go")
-            self.held = None
+            self.held, wire.holds_at = None, None
             wire.release()
 
     def _black(self) -> None:

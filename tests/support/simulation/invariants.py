@@ -78,6 +78,7 @@ class Invariants(Watch):
         self._kinds: dict[bytes, tuple[str, str]] = {}
         self.running_script = b""
         self._decisions = 0
+        self._handled: set[tuple[Actor, str, bytes]] = set()
         self._names: dict[str, Script] = {}
 
     def clock_jumped(self) -> None:
@@ -108,12 +109,14 @@ class Invariants(Watch):
             assert thread is not None
             # Its own reply may come late, or a group that was set back hand out again what is in flight: that is decided twice,
             # and harmless. Without such trouble nobody takes up what it is about already.
-            if not invariants.world.faults.is_troubled(thread.actor, invariants.world.loop.time() - 3.0):
-                for delivery in deliveries:
-                    if (delivery.stream, delivery.entry_id) in partition.in_flight:
-                        invariants._see(
-                            f"{delivery.entry_id.decode()} of {delivery.stream} is handled while it is in flight there"
-                        )
+            is_calm = not invariants.world.faults.is_troubled(thread.actor, invariants.world.loop.time() - 3.0)
+            for delivery in deliveries:
+                name = thread.actor, delivery.stream, delivery.entry_id
+                if name in invariants._handled and is_calm:
+                    invariants._see(
+                        f"{delivery.entry_id.decode()} of {delivery.stream} is handled twice by {thread.actor}"
+                    )
+                invariants._handled.add(name)
             await handle(partition, deliveries)
 
         Store.commit, Script.run, Partition.handle = watched_commit, watched_run, watched_handle  # type: ignore[method-assign]
@@ -155,6 +158,7 @@ class Invariants(Watch):
                 if version > 0:
                     self._landed(commit)
             self._let_go(*sent)
+            self.world.faults.committed(sent[0])
         elif sha == FIRE_TIMERS._sha.encode() and self.world.lines is not None and reply[0]:
             self.world.trace(f"{reply[0]} timers fire")
 

@@ -168,6 +168,11 @@ edits(
     (" if closes else 0", ""),
 )  # fmt: skip
 
+edits(
+    "writer_renewed", "behind a commit of unknown outcome an owner writes under another name", Partition.forget,
+    ("self._store.writer = new_writer()", ""),
+)  # fmt: skip
+
 _handle, _commit = Partition.handle, Store.commit
 
 
@@ -406,7 +411,7 @@ def _completes_in_steps(completer: Completer, completions: Any) -> Any:
 
 replaces("completion", "result and acknowledgement are one transaction", Completer, "_transact", _completes_in_steps)
 edits(
-    "sent_again", "a result whose way is unknown is sent again", Consumer._run_one,
+    "sent_again", "a result whose way is unknown is sent again", Consumer._send,
     ('self._count("results_sent_again")', "break"),
 )  # fmt: skip
 
@@ -463,6 +468,7 @@ edits(
 
 _CALM = Profile(())
 _STALLED = Profile(("stall",), "coordinator", "shared")
+_REDECIDED = Profile(("stall", "kill"), "coordinator", "shared")
 _HELD = Profile(("hold",), "coordinator", "shared")
 _OWNERS_DIE = Profile(("kill",), "coordinator")
 _TOOLS_DIE = Profile(("kill",), "tools")
@@ -480,7 +486,8 @@ _BLOCKED = Profile(("block",))
 
 NOTICES: dict[str, Notice] = {
     "version": Notice(_HELD, "a stale commit landed"),
-    "writer": Notice(_HELD, "a stale commit landed"),
+    "writer": Notice(_REDECIDED, "a stale commit landed"),
+    "writer_renewed": Notice(_REDECIDED, "a stale commit landed"),
     "known_turn": Notice(_REPEATED, "behind its end|starts twice|decided on another state"),
     "ack_in_commit": Notice(_CALM, "left behind"),
     "channel_stays_gone": Notice(_NO_CHANNEL, "event 0-1 where"),
@@ -514,8 +521,8 @@ NOTICES: dict[str, Notice] = {
     "taken_once": Notice(_TOOLS_DIE, "nobody holds it"),
     "lost_is_found": Notice(_TOOLS_DIE, "stuck"),
     "adopt": Notice(_OWNERS_DIE, "left behind|stuck"),
-    "adopt_others": Notice(_CALM, "is handled while it is in flight"),
-    "own_second_look": Notice(_CALM, "is handled while it is in flight"),
+    "adopt_others": Notice(_CALM, "is handled twice"),
+    "own_second_look": Notice(_CALM, "is handled twice"),
     "own_is_found": Notice(_CUT_READS, "left behind|stuck"),
     "second_look": Notice(_LATE_READS, "is started twice"),
     "found_once": Notice(_LATE_READS, "is started twice"),

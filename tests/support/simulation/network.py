@@ -81,6 +81,8 @@ class Wire:
         self._parser = hiredis.Reader()
         self._up_at = self._down_at = 0.0
         self._held: list[list[list[bytes]]] | None = None
+        self.holds_at: bytes | None = None
+        """Begin to hold with the first packet that has this word."""
         self._down: list[bytes] = []
         self._down_context = thread.context.copy()
 
@@ -116,6 +118,9 @@ class Wire:
         elif commands[0][0] == b"SSUBSCRIBE":
             self.is_subscriber = True
         network = self.network
+        if self.holds_at is not None and any(self.holds_at in command for command in commands):
+            self.holds_at = None
+            self.hold()
         self._up_at = max(self._up_at + _APART_SECONDS, network.loop.time() + network.delay())
         network.loop.call_at(self._up_at, self._arrive, commands, context=_WORLD)
 

@@ -33,6 +33,7 @@ from turnmill.workers.providers.http_client import HttpClient
 from turnmill.workers.providers.http_provider import HttpProvider
 from turnmill.workers.providers.openai_chat import OpenAIChat
 from turnmill.workers.providers.openai_chat_chunks import read_cost
+from turnmill.workers.providers.openai_chat_dialects import dialect_of
 from turnmill.workers.providers.openai_chat_reply import Reply
 from turnmill.workers.providers.openai_chat_request import build_body, build_messages, is_enforceable
 
@@ -309,3 +310,21 @@ def test_openrouter_takes_a_budget_and_is_told_to_keep_prompts_of_anthropics_mod
             reasoning=Reasoning(budget_tokens=9),
             options={"reasoning": {"effort": "low"}},
         )
+
+
+@pytest.mark.parametrize(
+    ("base_url", "content"),
+    [
+        ("http://127.0.0.1:8000/v1", ""),
+        ("http://localhost:8000/v1", ""),
+        ("http://[::1]:8000/v1", ""),
+        ("https://gateway.example/v1", None),
+        ("https://api.openai.com/v1", None),
+    ],
+)
+def test_a_message_that_only_calls_has_the_content_that_its_server_takes(base_url: str, content: str | None) -> None:
+    """Servers on one's own machine refuse null; gateways to Bedrock and Anthropic refuse an empty text."""
+    messages = [Message(role="user", content="Hi"), answer_of(calls=True)]
+    request = ProviderRequest(model="small", messages=messages)
+    body = build_body(request, "mine", dialect_of(base_url))
+    assert [message["content"] for message in body["messages"]] == ["Hi", content]

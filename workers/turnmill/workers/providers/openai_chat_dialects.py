@@ -6,6 +6,7 @@ What they send back differs far more; `openai_chat_reply` reads all of it withou
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -25,11 +26,15 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     call_id_length: int = 0
     marked_models: str = ""
     """The beginning of the names of models that keep a prompt only where the request says so."""
+    takes_null_content: bool = True
+    """Whether the content of a message that only calls tools may be null."""
 
-    def fit_ids(self, messages: list[Json]) -> None:
-        if not self.call_ids:
-            return
-        for message in messages:
+    def fit(self, messages: list[Json]) -> None:
+        """Change messages to what the endpoint takes."""
+        for message in messages if not self.takes_null_content else ():
+            if message["content"] is None:
+                message["content"] = ""
+        for message in messages if self.call_ids else ():
             for call in message.get("tool_calls", ()):
                 call["id"] = self._fit(call["id"])
             if "tool_call_id" in message:
@@ -42,6 +47,9 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 STANDARD = Dialect()
+# Servers on one's own machine refused null (llama-cpp-python does, LM Studio and llama.cpp did), all take an empty text.
+# Gateways to Bedrock and Anthropic are the other way round.
+_LOCAL = Dialect(takes_null_content=False)
 _OPENAI = Dialect(call_ids=r".{1,40}", call_id_length=32)
 _DIALECT_BY_HOST = {
     "api.openai.com": _OPENAI,
@@ -53,5 +61,14 @@ _DIALECT_BY_HOST = {
 
 def dialect_of(base_url: str) -> Dialect:
     host = urlsplit(base_url).hostname or ""
+    if host == "localhost" or _is_loopback(host):
+        return _LOCAL
     found = (dialect for known, dialect in _DIALECT_BY_HOST.items() if host == known or host.endswith(f".{known}"))
     return next(found, STANDARD)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

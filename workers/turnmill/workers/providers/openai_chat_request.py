@@ -59,7 +59,7 @@ def build_body(request: ProviderRequest, provider_name: str, dialect: Dialect = 
         body["stream_options"] = {"include_usage": True}
     if dialect.marked_models and request.model.startswith(dialect.marked_models):
         body["cache_control"] = {"type": "ephemeral"}
-    dialect.fit_ids(body["messages"])
+    dialect.fit(body["messages"])
     if request.tools:
         body["tools"] = [_build_tool(tool) for tool in request.tools]
         if request.tool_choice:
