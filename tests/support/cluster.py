@@ -189,12 +189,19 @@ class Cluster:
         replica = self.replica_of(primary)
         replica.ask("CLUSTER", "FAILOVER")
         self.await_promotion(replica)
+        self.await_whole()
         return replica
 
     def await_promotion(self, replica: ClusterNode) -> None:
-        """Until it is a primary, and the others know."""
         wait_until(lambda: _information(replica.ask("INFO", "replication"))["role"] == "master", SETTLE_SECONDS)
-        self.await_whole()
+
+    def freeze(self, node: ClusterNode) -> None:
+        assert node.process is not None
+        node.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self, node: ClusterNode) -> None:
+        assert node.process is not None
+        node.process.send_signal(signal.SIGCONT)
 
     def kill(self, node: ClusterNode) -> None:
         """SIGKILL, as a machine that goes down."""

@@ -43,6 +43,8 @@ PARTITIONS = 16
 TIMES = {**SETTINGS, "partitions": PARTITIONS}
 DIRECTORY = Path(tempfile.gettempdir()) / "turnmill-cluster"
 FIRST_PORT = 17_100
+FROZEN_SECONDS = 2.0
+"""How long a hanging primary goes on hanging when it was replaced: what clients had sent it is given up by then."""
 
 Strike = Callable[[Run], Awaitable[str]]
 
@@ -106,12 +108,31 @@ class ClusterFaults:
             replica, killed_at = self.cluster.replica_of(dead), time.monotonic()
             self.cluster.kill(dead)
             self.cluster.await_promotion(replica)
+            self.cluster.await_whole()
             self.seconds_without_owner.append(time.monotonic() - killed_at)
             self.cluster.restart(dead)
             self.cluster.await_whole(replicated=True)
 
         await in_thread(self._alone, kill)
         return "kill -9 of a primary"
+
+    async def freeze_primary(self, run: Run) -> str:
+        """A primary hangs until its replica has taken over, and wakes up as one that was replaced."""
+
+        def freeze() -> None:
+            hanging = run.random.choice(self.cluster.primaries())
+            replica, frozen_at = self.cluster.replica_of(hanging), time.monotonic()
+            self.cluster.freeze(hanging)
+            try:
+                self.cluster.await_promotion(replica)
+                self.seconds_without_owner.append(time.monotonic() - frozen_at)
+                time.sleep(FROZEN_SECONDS)
+            finally:
+                self.cluster.thaw(hanging)
+            self.cluster.await_whole(replicated=True)
+
+        await in_thread(self._alone, freeze)
+        return "primary frozen"
 
     def _alone(self, fault: Callable[[], None]) -> None:
         with self._one_at_a_time:
@@ -155,7 +176,9 @@ def main(arguments: list[str]) -> int:
     loading.add_argument("--seconds", type=float, default=600.0, help="start no turn after that")
     loading.add_argument("--every", type=float, default=3.0, help="seconds between two faults, on average")
     loading.add_argument(
-        "--fault", choices=["anything", "move_slot", "fail_over", "kill_primary", "none"], default="anything"
+        "--fault",
+        choices=["anything", "move_slot", "fail_over", "kill_primary", "freeze_primary", "none"],
+        default="anything",
     )
     loading.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args(arguments)

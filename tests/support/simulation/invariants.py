@@ -157,15 +157,16 @@ class Invariants(Watch):
             for commit, version in zip(sent[1], reply, strict=True):
                 if version > 0:
                     self._landed(commit)
-            self._let_go(*sent)
+            self._let_go(sent[1])
             self.world.faults.committed(sent[0])
         elif sha == FIRE_TIMERS._sha.encode() and self.world.lines is not None and reply[0]:
             self.world.trace(f"{reply[0]} timers fire")
 
-    def _let_go(self, actor: Actor, commits: list[SessionCommit]) -> None:
-        """Somebody else was faster than an owner whose commits on the same sessions are held back: now they come."""
+    def _let_go(self, commits: list[SessionCommit]) -> None:
+        """Somebody else was faster than an owner whose commits on the same sessions are held back, or that owner itself, over
+        another connection: now they come."""
         faults = self.world.faults
-        if faults.held is None or faults.held.actor is actor:
+        if faults.held is None or not faults.held.is_holding:
             return
         sessions = {commit.session_id for commit in commits}
         for sender, others in self._commits.values():

@@ -146,7 +146,10 @@ def replaces(name: str, rule: str, place: Any, attribute: str, value: Any) -> No
 
 _VERSION = "(current[1] or '0') ~= version"
 _WRITER = "(current[2] or '') ~= A[a + 3]"
-edits_script("version", "a commit carries the version that it read", streams.COMMIT_TURNS, (_VERSION, "false"))
+edits_script(
+    "version", "a commit carries the version that it read, and its writer", streams.COMMIT_TURNS,
+    (_VERSION, "false"), (_WRITER, "false"),
+)  # fmt: skip
 edits_script("writer", "an equal version of another writer is another one", streams.COMMIT_TURNS, (_WRITER, "false"))
 edits_script(
     "known_turn", "a turn that is known is not started again", streams.COMMIT_TURNS,
@@ -468,7 +471,6 @@ edits(
 
 _CALM = Profile(())
 _STALLED = Profile(("stall",), "coordinator", "shared")
-_REDECIDED = Profile(("stall", "kill"), "coordinator", "shared")
 _HELD = Profile(("hold",), "coordinator", "shared")
 _OWNERS_DIE = Profile(("kill",), "coordinator")
 _TOOLS_DIE = Profile(("kill",), "tools")
@@ -481,13 +483,14 @@ _LATE_READS = Profile(("stall",), "tools", "reading")
 _CUT_TOOLS = Profile(("cut",), "tools", "shared")
 _CUT_MODELS = Profile(("cut",), "llm", "shared")
 _CUT_READS = Profile(("cut",), None, "reading")
+_UNREAD = Profile(("stall",), "coordinator", "reading")
 _NO_CHANNEL = Profile(("drop_channel",))
 _BLOCKED = Profile(("block",))
 
 NOTICES: dict[str, Notice] = {
     "version": Notice(_HELD, "a stale commit landed"),
-    "writer": Notice(_REDECIDED, "a stale commit landed"),
-    "writer_renewed": Notice(_REDECIDED, "a stale commit landed"),
+    "writer": Notice(_HELD, "a stale commit landed"),
+    "writer_renewed": Notice(_HELD, "a stale commit landed"),
     "known_turn": Notice(_REPEATED, "behind its end|starts twice|decided on another state"),
     "ack_in_commit": Notice(_CALM, "left behind"),
     "channel_stays_gone": Notice(_NO_CHANNEL, "event 0-1 where"),
@@ -535,8 +538,8 @@ NOTICES: dict[str, Notice] = {
     "delta_attempt": Notice(_MODELS_PAUSE, "was told as|behind its end"),
     "delta_offset": Notice(_CUT_MODELS, "was told as"),
     "delta_channel": Notice(_NO_CHANNEL, "event 0-1 where"),
-    "timer_once": Notice(_CALM, "fires again"),
-    "backlog_kept": Notice(_CALM, "stuck"),
+    "timer_once": Notice(_UNREAD, "fires again"),
+    "backlog_kept": Notice(Profile(("kill", "pause"), "llm"), "stuck"),
     "backlog_found": Notice(_OWNERS_DIE, "stuck|left behind"),
     "idempotency": Notice(_CUT_TOOLS, "stands .* times|submitted"),
 }

@@ -154,6 +154,16 @@ class Wire:
         """What is sent from now on is kept on the way until `release`, also behind the end of the connection."""
         if self._held is None:
             self._held = []
+            if self.network.rng.random() < 0.5:  # its owner hears of a lost connection, and goes on with another one
+                self.network.loop.call_later(self.network.rng.uniform(0.02, 0.4), self._reset, context=_WORLD)
+
+    @property
+    def is_holding(self) -> bool:
+        return self._held is not None
+
+    def _reset(self) -> None:
+        if self._held is not None and not self._closing:
+            self._lose("reset")
 
     def release(self) -> None:
         held, self._held = self._held, None
