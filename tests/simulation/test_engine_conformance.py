@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import hiredis
@@ -24,6 +26,7 @@ from support.simulation.server import Server, Session
 from turnmill.protocol.connection import Engine
 from turnmill.protocol.errors import EngineReplyError
 from turnmill.protocol.streams import APPEND_DELTAS, FIRE_TIMERS, RENEW_LEASE, SWAP_VALUE, TAKE_LOST_DELIVERY
+from turnmill.runtime.embedded import ensure_server
 
 MADE_ID = re.compile(rb"\d{12,14}-\d+\Z")
 Command = tuple[Any, ...]
@@ -354,12 +357,17 @@ async def test_any_sequence_of_commands(valkey_url: str, namespace: str) -> None
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_simulated_run_replayed_on_the_real_engine(valkey_url: str, namespace: str, seed: int) -> None:
+def test_a_simulated_run_replayed_on_the_real_engine(short_directory: Path, namespace: str, seed: int) -> None:
     """Every command of a run, in the order in which the in-memory engine executed them, with its scripts: the real engine
-    gives the same replies."""
+    gives the same replies. A server of its own, because coordinators of other tests load scripts into theirs."""
     commands = recorded(seed, Profile(()))
     assert len(commands) > 300
-    asyncio.run(replay(valkey_url, namespace, commands))
+    server = ensure_server(short_directory)
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a loop of its own, that takes no other's place
+            thread.submit(asyncio.run, replay(server.url, namespace, commands)).result()
+    finally:
+        server.stop()
 
 
 async def replay(valkey_url: str, namespace: str, commands: list[Recorded]) -> None:
