@@ -22,6 +22,7 @@ from turnmill.protocol.messages import DeliveryLost, TimerFired
 from turnmill.protocol.streams import COMMIT_TURNS, DISPATCH_BACKLOG, FIRE_TIMERS, Script
 from turnmill.runtime.effects import Append, Cancel, DeleteSession, DispatchModel, DispatchTool, Publish
 from turnmill.runtime.partition import Partition
+from turnmill.runtime.reclaimer import Reclaimer
 from turnmill.runtime.state import SessionState, encode_state
 from turnmill.runtime.store import SessionCommit, Store
 from turnmill.workers import ToolContext
@@ -119,12 +120,21 @@ class Invariants(Watch):
                 invariants._handled.add(name)
             await handle(partition, deliveries)
 
+        claim = Reclaimer._claim_all
+
+        async def watched_claim(reclaimer: Reclaimer, partition: Partition, stream: str, consumer: str) -> None:
+            if consumer == reclaimer._consumer:
+                invariants._see(f"{consumer} adopts what it is about itself, of {stream}")
+            await claim(reclaimer, partition, stream, consumer)
+
         Store.commit, Script.run, Partition.handle = watched_commit, watched_run, watched_handle  # type: ignore[method-assign]
+        Reclaimer._claim_all = watched_claim  # type: ignore[method-assign]
         turnmill.runtime.partition.advance = self._checked(advance)  # type: ignore[assignment]
         try:
             yield
         finally:
             Store.commit, Script.run, Partition.handle = commit, run, handle  # type: ignore[method-assign]
+            Reclaimer._claim_all = claim  # type: ignore[method-assign]
             turnmill.runtime.partition.advance = advance
 
     def _checked(self, advance: Callable[..., Any]) -> Callable[..., Any]:

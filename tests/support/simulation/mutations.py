@@ -524,7 +524,7 @@ NOTICES: dict[str, Notice] = {
     "taken_once": Notice(_TOOLS_DIE, "nobody holds it"),
     "lost_is_found": Notice(_TOOLS_DIE, "stuck"),
     "adopt": Notice(_OWNERS_DIE, "left behind|stuck"),
-    "adopt_others": Notice(_CALM, "is handled twice"),
+    "adopt_others": Notice(_CALM, "adopts what it is about itself"),
     "own_second_look": Notice(_CALM, "is handled twice"),
     "own_is_found": Notice(_CUT_READS, "left behind|stuck"),
     "second_look": Notice(_LATE_READS, "is started twice"),

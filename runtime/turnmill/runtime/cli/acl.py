@@ -19,22 +19,46 @@ RoleArgument = Annotated[
         show_default=False,
     ),
 ]
-User = Annotated[str | None, typer.Option("--user", metavar="NAME", help="The user's name; by default the role's.")]
+User = Annotated[
+    str | None,
+    typer.Option("--user", envvar="TURNMILL_USER", metavar="NAME", help="The user's name; by default the role's."),
+]
 Queue = Annotated[
     list[str] | None,
-    typer.Option("--queue", metavar="Q", help="A tool queue, or a pool of an LLM worker; may be repeated."),
+    typer.Option(
+        "--queue",
+        envvar="TURNMILL_QUEUE",
+        metavar="Q",
+        help="A tool queue, or a pool of an LLM worker; may be repeated.",
+    ),
 ]
-Hooks = Annotated[bool, typer.Option("--hooks", help="For tools: the worker carries hooks, which see conversations.")]
+Hooks = Annotated[
+    bool,
+    typer.Option(
+        "--hooks", envvar="TURNMILL_HOOKS", help="For tools: the worker carries hooks, which see conversations."
+    ),
+]
 Publish = Annotated[
-    bool, typer.Option("--publish", help="For tool workers: may define agents and tools, of any name and queue.")
+    bool,
+    typer.Option(
+        "--publish",
+        envvar="TURNMILL_PUBLISH",
+        help="For tool workers: may define agents and tools, of any name and queue.",
+    ),
 ]
 State = Annotated[
-    bool, typer.Option("--state/--no-state", help="For tool workers: session values (ToolContext.state).")
+    bool,
+    typer.Option(
+        "--state/--no-state", envvar="TURNMILL_STATE", help="For tool workers: session values (ToolContext.state)."
+    ),
 ]
 PasswordEnv = Annotated[
     str | None,
     typer.Option(
-        "--password-env", metavar="VARIABLE", help="Take the password from there; without it, >PASSWORD stands."
+        "--password-env",
+        envvar="TURNMILL_PASSWORD_ENV",
+        metavar="VARIABLE",
+        help="Take the password from there; without it, >PASSWORD stands.",
     ),
 ]
 
