@@ -184,6 +184,11 @@ class Cluster:
             node.ask("CLUSTER", "SETSLOT", slot, "NODE", target.id)
         return moved
 
+    def move_slot_whole(self, slot: int, target: ClusterNode) -> None:
+        """The same as one step, as Valkey 9 does it."""
+        self.owner_of(slot).ask("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", target.id)
+        wait_until(lambda: self.owner_of(slot) is target, SETTLE_SECONDS)
+
     def fail_over(self, primary: ClusterNode) -> ClusterNode:
         """Its replica takes over in an orderly way; returns the new primary."""
         replica = self.replica_of(primary)

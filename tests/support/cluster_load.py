@@ -35,7 +35,7 @@ from .chaos.report import Plan, Report
 from .chaos.run import Run
 from .chaos.scenarios import Scenario
 from .chaos.server import in_thread
-from .cluster import Cluster, stop_by_files
+from .cluster import Cluster, ClusterNode, stop_by_files
 from .processes import Processes
 from .stage import Stage
 
@@ -80,15 +80,17 @@ class ClusterFaults:
 
     async def move_slot(self, run: Run) -> str:
         """The slot of a partition moves to another primary, key by key."""
-        slot = slot_of(run.random.choice(run.stage.keys.partitions).base)
-
-        def move() -> None:
-            source = self.cluster.owner_of(slot)
-            targets = [node for node in self.cluster.primaries() if node is not source]
-            self.cluster.move_slot(slot, run.random.choice(targets))
-
-        await in_thread(self._alone, move)
+        await in_thread(self._alone, lambda: self._move(run, self.cluster.move_slot))
         return "slot moved"
+
+    async def move_slot_whole(self, run: Run) -> str:
+        await in_thread(self._alone, lambda: self._move(run, self.cluster.move_slot_whole))
+        return "slot moved as a whole"
+
+    def _move(self, run: Run, move: Callable[[int, ClusterNode], object]) -> None:
+        slot = slot_of(run.random.choice(run.stage.keys.partitions).base)
+        source = self.cluster.owner_of(slot)
+        move(slot, run.random.choice([node for node in self.cluster.primaries() if node is not source]))
 
     async def fail_over(self, run: Run) -> str:
         """A replica takes over from a primary that lives."""
@@ -140,7 +142,14 @@ class ClusterFaults:
 
     async def anything(self, run: Run) -> str:
         strike: Strike = run.random.choice(
-            [self.move_slot, self.move_slot, self.fail_over, self.kill_primary, process_faults.kill]
+            [
+                self.move_slot,
+                self.move_slot_whole,
+                self.fail_over,
+                self.kill_primary,
+                self.freeze_primary,
+                process_faults.kill,
+            ]
         )
         return await strike(run)
 
@@ -177,7 +186,7 @@ def main(arguments: list[str]) -> int:
     loading.add_argument("--every", type=float, default=3.0, help="seconds between two faults, on average")
     loading.add_argument(
         "--fault",
-        choices=["anything", "move_slot", "fail_over", "kill_primary", "freeze_primary", "none"],
+        choices=["anything", "move_slot", "move_slot_whole", "fail_over", "kill_primary", "freeze_primary", "none"],
         default="anything",
     )
     loading.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
