@@ -8,26 +8,14 @@ Covers AC-13, AC-17 to AC-27 and AC-58 as far as a single engine goes.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from support.simulation.cli import run_seed
+from support.simulation.command import simulate
 from support.simulation.faults import Profile
 
 SCHEDULES = 500
 FIRST_SEED = 1
-TESTS = Path(__file__).resolve().parents[1]
-
-
-def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A run of the command line, in a process of its own: it takes the clock from whoever shares its process."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-m", "support.simulation", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.timeout(900)
@@ -46,10 +34,21 @@ def test_a_seed_decides_what_happens() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("seed", [8, 24, 62, 63])
+LATE_READS = Profile(("stall",), "tools", "reading")
+HELD_COMMITS = Profile(("hold",), "coordinator", "shared")
+
+
+@pytest.mark.parametrize("seed", range(1, 25))
 def test_a_task_found_pending_is_not_run_again_by_its_late_reply(seed: int) -> None:
     """A read's reply that comes after its entry was found pending, run and completed: the attempt was started twice."""
-    _, violation = run_seed(seed, profile=Profile(("stall",), "tools", "reading"))
+    _, violation = run_seed(seed, profile=LATE_READS)
+    assert violation is None
+
+
+@pytest.mark.parametrize("seed", range(1, 25))
+def test_a_commit_of_unknown_outcome_does_not_land_on_what_was_decided_again(seed: int) -> None:
+    """It comes late, over a connection that was given up: version and writer were those that it expected."""
+    _, violation = run_seed(seed, profile=HELD_COMMITS)
     assert violation is None
 
 

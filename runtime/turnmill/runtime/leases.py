@@ -106,7 +106,10 @@ class PartitionLeases:
         asked_at = asyncio.get_running_loop().time()
         async with self._noting_trouble():
             arguments: list[Argument] = [self._owner, int(self._lease_seconds * 1000)]
-            if await RENEW_LEASE.run(self._engine, [self._lease_key(number)], arguments):
+            renewed = await RENEW_LEASE.run(self._engine, [self._lease_key(number)], arguments)
+            if number not in self._valid_until:
+                return  # taken over in vain meanwhile: without a reader it must not be renewed for ever
+            if renewed:
                 self._valid_until[number] = asked_at + self._lease_seconds
             else:
                 _log.warning("lease lost", partition=number)

@@ -67,6 +67,8 @@ from .state import CallStatus, QueuedTurn, SessionState, Steering, TurnPhase, Tu
 from .steps import begin_turn, retry_model
 
 LOSSES_MAX = 5
+JOINED_MAX = 50
+"""How many starts that became steering a session remembers."""
 
 
 class Start(NamedTuple):
@@ -226,7 +228,7 @@ def _start(draft: Draft, start: Start, limits: Limits) -> None:
     known = {queued.command.turn_id for queued in state.queue}
     if state.turn is not None:
         known |= {state.turn.turn_id, *state.turn.steered}
-    if command.turn_id in known:
+    if command.turn_id in known or command.turn_id in dict(state.joined):
         return _known_start(draft, command)
     draft.new_turn = command.turn_id
     problem = start.problem or _unfit(command)
@@ -261,10 +263,10 @@ def _unfit(command: StartTurn) -> ErrorInfo | None:
 
 def _known_start(draft: Draft, command: StartTurn) -> None:
     """A repetition, answered as the command was the first time."""
-    live = draft.state.turn
+    joined = dict(draft.state.joined).get(command.turn_id)
     answer = Answer(turn_id=command.turn_id)
-    if live is not None and command.turn_id in live.steered and command.on_busy == "steer":
-        answer = Answer(turn_id=live.turn_id, steering_id=command.turn_id)
+    if joined is not None:
+        answer = Answer(turn_id=joined, steering_id=command.turn_id)
     draft.discard("duplicate_turn")
     if command.answer:
         draft.reply(command.turn_id, answer)
@@ -305,6 +307,7 @@ def _steer_instead(draft: Draft, live: TurnState, command: StartTurn) -> None:
     """The messages join the live turn; the turn that was asked for does not come to be."""
     if is_idempotency_name(command.idempotency):
         draft.effects.append(Record(live.turn_id, {command.idempotency: ""}))
+    draft.state.joined = [*draft.state.joined, (command.turn_id, live.turn_id)][-JOINED_MAX:]
     for index, message in enumerate(command.messages):
         steering_id = command.turn_id if index == 0 else f"{command.turn_id}.{index}"
         commands.add_steering(draft, live, Steering(steering_id, message))

@@ -219,6 +219,9 @@ class SessionState(msgspec.Struct, array_like=True):
     """Who waits for the session to be deleted."""
     idle_since_ms: int = 0
     """The end of the last turn; 0 while one is live, or where nobody noted it."""
+    joined: list[tuple[str, str]] = []
+    """The newest starts that became steering, with the turn that each joined: a start that comes twice, however late, is
+    seen."""
 
     @property
     def plan_ids(self) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "support.simulation", *arguments]
         return subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}, check=False).returncode
     if options.mutations:
-        return _notice_all(options.find)
+        return _notice_all(options.processes, find=options.find)
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(10**9)
     if options.processes > 1:
@@ -172,22 +174,25 @@ def _sentence(seed: int, summary: dict[str, Any]) -> str:
 # ---- mutations
 
 
-def _notice_all(find: bool) -> int:
+def _notice_all(processes: int, *, find: bool) -> int:
     """For each rule: without it, a violation of the kind that is expected, at the known seed or soon."""
     known: dict[str, int] = json.loads(SEEDS_FILE.read_text()) if SEEDS_FILE.exists() else {}
-    missed, sought = [], NOTICES if find else {name: NOTICES[name] for name in known}
-    for name, notice in sought.items():
-        seed, tried = notice_of(name, known.get(name))
-        if seed is None:
-            missed.append(name)
-            print(f"{name}: {MUTATIONS[name].rule}: not noticed in {tried} schedules like {notice.profile}", flush=True)
-        else:
-            known[name] = seed
-            print(f"{name}: noticed at seed {seed}, after {tried} schedules", flush=True)
-        gc.collect()
+    missed = []
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        noticed = pool.map(notice_of, NOTICES, [known.get(name) for name in NOTICES])
+        for (name, notice), (seed, tried) in zip(NOTICES.items(), noticed, strict=True):
+            if seed is None:
+                missed.append(name)
+                print(
+                    f"{name}: {MUTATIONS[name].rule}: not noticed in {tried} schedules like {notice.profile}",
+                    flush=True,
+                )
+            else:
+                known[name] = seed
+                print(f"{name}: noticed at seed {seed}, after {tried} schedules", flush=True)
     if find:
         SEEDS_FILE.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
-    print(f"{len(sought) - len(missed)} of {len(sought)} mutations noticed; missed: {', '.join(missed) or 'none'}")
+    print(f"{len(NOTICES) - len(missed)} of {len(NOTICES)} mutations noticed; missed: {', '.join(missed) or 'none'}")
     return 1 if missed else 0
 
 

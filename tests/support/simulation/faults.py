@@ -51,6 +51,7 @@ SHARP = (
     Profile(("stall",), "tools", "shared"),
     Profile(("cut",), "llm", "shared"),
     Profile(("cut", "black"), "tools", "shared"),
+    Profile(("cut", "stall"), "host", "shared"),
     Profile(("cut", "stall"), "coordinator", "reading"),
     Profile(("mute", "black"), "tools", "subscription"),
     Profile(("repeat", "slow")),
@@ -201,7 +202,8 @@ class Faults:
     def _wire(self, seconds: float) -> Wire | None:
         """Some connection of somebody alive, which is troubled from now on. Whoever loses a subscription alone is not: that
         it misses nothing then is what is claimed."""
-        actor = self._some() if self.rng.random() < 0.85 else self.rng.choice(self.world.hosts)
+        of_host = self.focus == "host" or self.rng.random() < 0.15
+        actor = self.rng.choice(self.world.hosts) if of_host else self._some()
         wires = [wire for wire in self.world.network.wires if wire.actor is actor and not actor.is_dead]
         if not wires:
             return None

@@ -34,6 +34,7 @@ from turnmill.protocol.keys import COORDINATOR_GROUP, WORKER_GROUP
 from turnmill.protocol.streams import Completer, Script, acknowledge, append_message
 from turnmill.runtime.dispatch import DispatchWindow
 from turnmill.runtime.effects import DispatchTool
+from turnmill.runtime.leases import PartitionLeases
 from turnmill.runtime.partition import Partition
 from turnmill.runtime.reclaimer import Reclaimer
 from turnmill.runtime.store import Store
@@ -258,6 +259,18 @@ edits(
     ("if command.steering_id not in known:", "if True:"),
 )  # fmt: skip
 edits(
+    "joined",
+    "a start that became steering is known, also behind its turn's end",
+    turnmill.runtime.machine._start,
+    (" or command.turn_id in dict(state.joined)", ""),
+)
+edits(
+    "lease_with_reader",
+    "a partition that was not taken over is not renewed",
+    PartitionLeases._renew,
+    ("if number not in self._valid_until:", "if False:"),
+)
+edits(
     "first_result", "the host's first result counts", turnmill.runtime.commands.resume,
     ("call.status is CallStatus.HOST", "True"),
 )  # fmt: skip
@@ -463,7 +476,7 @@ edits(
     "idempotency",
     "the same idempotency key is one turn",
     turnmill.runtime.idempotency.claim_turn,
-    ('"NX", "GET", ', ""),
+    ("if before is None:", "if True:"),
 )
 
 
@@ -492,7 +505,7 @@ NOTICES: dict[str, Notice] = {
     "writer": Notice(_HELD, "a stale commit landed"),
     "writer_renewed": Notice(_HELD, "a stale commit landed"),
     "known_turn": Notice(_REPEATED, "behind its end|starts twice|decided on another state"),
-    "ack_in_commit": Notice(_CALM, "left behind"),
+    "ack_in_commit": Notice(_CALM, "left behind|is handled twice"),
     "channel_stays_gone": Notice(_NO_CHANNEL, "event 0-1 where"),
     "numbering": Notice(_CALM, "where 0-1 is due"),
     "marker": Notice(_MUTE, "behind the turn's stop"),
@@ -506,6 +519,8 @@ NOTICES: dict[str, Notice] = {
     "one_result": Notice(_REPEATED, "a call has one result|has finished twice"),
     "one_step": Notice(_REPEATED, "was told as"),
     "steer_twice": Notice(_REPEATED, "stands 2 times"),
+    "joined": Notice(Profile(("repeat",)), "stands 2 times"),
+    "lease_with_reader": Notice(Profile(("slow", "kill", "set_back")), "stuck"),
     "first_result": Notice(_REPEATED, "a call has one result"),
     "on_lost": Notice(_TOOLS_PAUSE, "may not be repeated"),
     "stopped_is_stopped": Notice(_TOOLS_DIE, "behind the turn's stop"),
@@ -541,6 +556,6 @@ NOTICES: dict[str, Notice] = {
     "timer_once": Notice(_UNREAD, "fires again"),
     "backlog_kept": Notice(Profile(("kill", "pause"), "llm"), "stuck"),
     "backlog_found": Notice(_OWNERS_DIE, "stuck|left behind"),
-    "idempotency": Notice(_CUT_TOOLS, "stands .* times|submitted"),
+    "idempotency": Notice(Profile(("cut",), "host", "shared"), "stands .* times"),
 }
 assert set(NOTICES) == set(MUTATIONS)

@@ -81,7 +81,7 @@ class World:
             self.start(role)
         host = Actor("host", "host", self.network)
         self.hosts.append(host)
-        count, sessions = self.rng.choice([3, 5, 7, 9]), self.rng.choice([2, 3, 5])
+        count, sessions = self.rng.choice([2, 4, 6, 8]), self.rng.choice([2, 3, 5])
         self.stories = [
             Story(self, number, random.Random(f"story {self.seed} {number}"), sessions) for number in range(count)
         ]
@@ -128,7 +128,7 @@ class World:
             if self.loop.time() > until:
                 self.violate(f"left behind: {left}")
                 self._raise()
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(4 * _LOOK_SECONDS)
             self._raise()
 
     # ---- actors

@@ -196,3 +196,16 @@ def test_a_turn_whose_plan_went_while_it_waited_fails_and_the_next_one_runs() ->
     assert session.events(lost)[-1].error_type == "state_lost"
     assert session.event_types(last) == ["turn.started", "step.started"]
     assert session.state.turn is not None
+
+
+def test_a_start_that_became_steering_is_known_when_it_comes_again_behind_the_turns_end() -> None:
+    """Sent twice by a caller whose first reply was lost: its message is in one step, and not a turn of its own as well."""
+    session = busy()
+    session.start("also this", turn_id="turn-b", on_busy="steer", answer=True)
+    session.answer("first answer")
+    session.answer("second answer")
+    assert session.state.turn is None
+    session.start("also this", turn_id="turn-b", on_busy="steer", answer=True)
+    assert session.state.turn is None
+    assert [message.text for message in session.transcript if message.role == "user"] == ["first", "also this"]
+    assert [(answer.turn_id, answer.steering_id) for answer in session.answers["turn-b"]] == [("turn-a", "turn-b")] * 2
